@@ -23,12 +23,14 @@ class Uninterrupted:
     the first goes through.
 
     Only Python's own handler is held back, in the main thread, where it runs. modules: how the names of those begin whose
-    frames are inside of each block.
+    frames are inside of each block. stays: between blocks, too, ours is the handler, which then does what Python's own does: to
+    change it is a call of the system's, which takes longer than many an operator. `usual` hides that from the program.
     """
 
-    def __init__(self, modules: str, patience: float = 0.0) -> None:
+    def __init__(self, modules: str, patience: float = 0.0, *, stays: bool = False) -> None:
         self._modules = modules
         self._patience = patience
+        self._stays = stays
         # Blocks around here, while the handler is ours.
         self._depth = 0
         # When the first came, by the system's clock.
@@ -39,22 +41,36 @@ class Uninterrupted:
         if _this_thread() != _main:
             return
         if not self._depth:
-            if _get(_INTERRUPT) is not _USUAL:
-                return
+            handler = _get(_INTERRUPT)
+            if handler is not self._handler:
+                if usual(handler) is not _USUAL or _holds(handler):
+                    return
+                _set(_INTERRUPT, self._handler)
             self._came = None
-            _set(_INTERRUPT, self._handler)
         self._depth += 1
 
     def __exit__(self, *_: Any) -> None:
         if not self._depth or _this_thread() != _main:
             return
         self._depth -= 1
-        if not self._depth and _get(_INTERRUPT) is self._handler:
+        if not self._depth and (self._came is not None or not self._stays):
+            self._end()
+
+    def _end(self) -> None:
+        if _get(_INTERRUPT) is self._handler:
             _set(_INTERRUPT, _USUAL)
             if self._came is not None:
                 _raise(_INTERRUPT)
 
+    def give_back(self) -> None:
+        """Python's own handler is there again, if it was."""
+        if not self._depth and _this_thread() == _main:
+            self._came = None
+            self._end()
+
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if not self._depth:
+            _USUAL(number, frame)
         inside = frame
         while inside is not None and not str(inside.f_globals.get("__name__")).startswith(self._modules):
             inside = inside.f_back
@@ -66,6 +82,16 @@ class Uninterrupted:
             _USUAL(number, frame)
         elif self._came is None:
             self._came = now
+
+
+def usual(handler: Any) -> Any:
+    """The handler that a program sees: Python's own where one of ours is in its place."""
+    return _USUAL if isinstance(getattr(handler, "__self__", None), Uninterrupted) else handler
+
+
+def _holds(handler: Any) -> bool:
+    """Whether it is that of a block under way."""
+    return handler is not _USUAL and handler.__self__._depth > 0
 
 
 def _note_main_thread() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
+import asyncio
 import dis
 import gc
 import os
@@ -82,7 +84,7 @@ class Interruption:
             if event == "opcode" and frame.f_lasti in places:
                 self.count += 1
                 if self.count == self._number:
-                    hears = signal.getsignal(signal.SIGINT)
+                    hears = _signal.getsignal(signal.SIGINT)
                     assert callable(hears)
                     hears(signal.SIGINT, frame)
             return stepped
@@ -264,6 +266,50 @@ def test_ctrl_c_waits_for_the_end_of_an_operator(monkeypatch: pytest.MonkeyPatch
     assert len(ended) == (0 if twice else 2)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("shell", "usual_handler")
+def test_between_operators_a_program_sees_pythons_own_handler() -> None:
+    machine_on()
+    x = torch.ones(1000, device="cuda")
+    x + 1
+    # (It stays, as to change it takes a call of the system's.)
+    assert _signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+    heard: list[int] = []
+    assert signal.signal(signal.SIGINT, lambda number, frame: heard.append(number)) is signal.default_int_handler
+    x + 1
+    signal.raise_signal(signal.SIGINT)
+    assert heard == [signal.SIGINT]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    x + 1
+    gpu.turn_off()
+    assert _signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="asyncio left Ctrl-C alone before")
+@pytest.mark.usefixtures("shell", "usual_handler")
+def test_asyncio_cancels_at_ctrl_c_on_a_device_too() -> None:
+    machine_on()
+    x = torch.ones(1000, device="cuda")
+    ended = []
+
+    async def main() -> None:
+        x + 1
+        signal.raise_signal(signal.SIGINT)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    x + 1
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    assert ended == ["cancelled"]
 
 
 @pytest.mark.usefixtures("shell", "usual_handler")

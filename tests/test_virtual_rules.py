@@ -26,7 +26,7 @@ def squeeze_rows(x: torch.Tensor, keep: int) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rules, "_operators", {})
+    monkeypatch.setattr(rules, "rules_of_users", {})
     monkeypatch.setattr(rules, "_functions", {})
     gpu.turn_on("T4")
     yield

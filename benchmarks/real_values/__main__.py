@@ -81,8 +81,8 @@ def overhead(word: str) -> None:
     torch.set_num_threads(1)
     print(f"{'':<40}{'host, ms':>12}{'values=real, ms':>18}{'ratio':>8}")
     operators = {name: operator for name, operator in OPERATORS.items() if word in name}
-    ratios: dict[str, dict[int, float]] = {name: {} for name in operators}
-    for mib in (1, 2, 3, 4, 6, 8, 16):
+    ratios: dict[str, dict[float, float]] = {name: {} for name in operators}
+    for mib in (1, 1.25, 1.5, 2, 3, 4, 6, 8):
         for name, operator in operators.items():
             ratios[name][mib] = _timed(f"{name}, {mib} MiB", functools.partial(_prepared, operator, mib), 60)
     found = {name: _timed(name, make, 15) for name, make in heavy.steps().items() if word in name}
@@ -127,8 +127,10 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
-def _prepared(operator: Callable[[torch.Tensor, torch.Tensor], object], mib: int, device: str) -> Callable[[], object]:
-    x, y = torch.randn(256 * mib, 1024, device=device), torch.randn(256 * mib, 1024, device=device)
+def _prepared(
+    operator: Callable[[torch.Tensor, torch.Tensor], object], mib: float, device: str
+) -> Callable[[], object]:
+    x, y = torch.randn(int(256 * mib), 1024, device=device), torch.randn(int(256 * mib), 1024, device=device)
     return lambda: operator(x, y)
 
 

@@ -189,9 +189,14 @@ class VirtualMachine:
         try:
             return gpu.malloc(nbytes, self.face.stream_of(device))
         except DeviceOutOfMemory as caught:
-            # Its frames hold the operator's tensors, and what the program was dealing with is not its business.
+            # Its frames hold the operator's tensors.
             failure = caught.with_traceback(None)
-            failure.__context__ = None
+        raise self._out_of_memory(gpu, failure)
+
+    def _out_of_memory(self, gpu: VirtualDevice, failure: DeviceOutOfMemory) -> torch.OutOfMemoryError:
+        """What the program gets."""
+        # What it was dealing with is not its business.
+        failure.__context__ = None
         self.face.memory.tell_observers(failure)
         text = oom_text(
             failure,
@@ -201,7 +206,7 @@ class VirtualMachine:
         )
         error = torch.OutOfMemoryError(text)
         error.gpumem_failure = failure  # type: ignore[attr-defined]
-        raise error
+        return error
 
     def _settle_settings(self) -> None:
         """PyTorch reads PYTORCH_CUDA_ALLOC_CONF when memory is first asked for (``CUDAAllocatorConfig::instance``): a program
@@ -234,6 +239,22 @@ class VirtualMachine:
     def free(self, device: int, address: int) -> None:
         self._devices[device].free(address)
 
+    def pass_through(self, device: int, sizes: Sequence[int]) -> None:
+        gpu = self._devices[device]
+        allocator, stream = gpu.allocator, self.face.stream_of(device)
+        taken: list[int] = []
+        failure: DeviceOutOfMemory | None = None
+        try:
+            # (What was taken before an error is given back.)
+            taken.extend(allocator.malloc(nbytes, stream) for nbytes in sizes)
+        except DeviceOutOfMemory as caught:
+            failure = caught.with_traceback(None)
+        error = None if failure is None else self._out_of_memory(gpu, failure)
+        while taken:
+            allocator.free(taken.pop())
+        if error is not None:
+            raise error
+
     def is_recorded(self, device: int) -> bool:
         return self._devices[device].is_recorded
 
@@ -250,6 +271,9 @@ class VirtualMachine:
 
     def record_stream(self, device: int, address: int, stream: int) -> None:
         self._devices[device].allocator.record_stream(address, stream)
+
+    def takes_after(self, func: Any) -> bool:
+        return workspaces.takes_after(func)
 
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
         self.workspaces.after(func, args, device)
@@ -333,6 +357,7 @@ class VirtualMachine:
         """Puts everything back. Tensors that are left say `because` when they are used."""
         self.engine.closed_because = because
         self._patches.undo()
+        self.engine.uninterrupted.give_back()
 
     @property
     def half_off(self) -> bool:
@@ -355,6 +380,7 @@ class VirtualMachine:
         self.spec = spec
         for gpu, model in zip(self._devices, spec.models, strict=False):
             gpu.become(model)
+        self.engine.alike.forget()
         for gpu in self._devices:
             self.smi.update(gpu.index, gpu.used_bytes())
 

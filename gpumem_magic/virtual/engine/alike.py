@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -23,23 +23,34 @@ _OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
 # No shape depends on the numbers that they are given, which are others at each step of an optimizer.
 _OF_EACH_ELEMENT = ("aten::_foreach_", "aten::_fused_")
 _MOST = 50_000
+_STRIDED = torch.strided
 # C++'s own, past what calls it in Python and what is put in its place while a device is on.
 _empty, _make_subclass = torch._C._VariableFunctions.empty_strided, torch._C.TensorBase._make_subclass
+_set_throw = torch._C._set_throw_on_mutable_data_ptr
 # Of a tensor: size, stride, type, the number of the argument whose storage it shares (None: its own), how far behind that it
 # begins, and its device. A number alone: that argument.
 _Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device] | int | None
+
+
+class Kernels(NamedTuple):
+    """The bytes of the blocks that an operator holds until its last kernel ends, and those that each kernel has for itself."""
+
+    held: tuple[int, ...]
+    each: tuple[tuple[int, ...], ...]
 
 
 @dataclass(eq=False, slots=True)
 class Answer:
     """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result.
 
-    as_on_host: the host's result, which follows from looks as well, lies in new memory as the device's does.
+    as_on_host: the host's result, which follows from looks as well, lies in new memory as the device's does. kernels: what the
+    operator's kernels take besides, where that follows from looks, too, and was asked for.
     """
 
     kind: Any
     made: list[_Made]
     as_on_host: bool = False
+    kernels: Kernels | None = None
 
     def lies_as(self, host: torch.Tensor) -> bool:
         """Whether a host's result, of arguments that look so, lies as the device's. (Settings may have changed its strides.)"""
@@ -73,6 +84,11 @@ class AlikeCalls:
             if not self.describe(key, kwargs.values(), numbers):
                 return None
         return tuple(key)
+
+    def forget(self) -> None:
+        """Another card may run other kernels."""
+        for answer in self._found.values():
+            answer.kernels = None
 
     def found(self, looks: tuple[Any, ...] | None) -> Answer | None:
         """What is known of arguments that look so."""
@@ -114,15 +130,16 @@ class AlikeCalls:
         for arg in args:
             kind = type(arg)
             if kind is VirtualTensor:
+                dtype = arg.dtype
                 if (
                     arg.__dict__["fake_mode"] is not self._fake
-                    or arg.layout is not torch.strided
+                    or arg.layout is not _STRIDED
                     or arg.is_neg()
-                    or arg.is_conj()
+                    or (dtype.is_complex and arg.is_conj())
                     or (untracked and arg.requires_grad)
                 ):
                     return False
-                key += (arg.shape, arg.stride(), arg.dtype, arg.fake_device, arg.is_inference())
+                key += (arg.shape, arg.stride(), dtype, arg.fake_device, arg.is_inference())
             elif kind is int or kind is float:
                 key += (kind, arg if numbers else None)
             elif kind in _PLAIN:
@@ -144,11 +161,10 @@ class AlikeCalls:
             return args[one]
         size, stride, dtype, source, further, device = one
         if source is None:
-            meta = _empty(size, stride, dtype=dtype, device=META)
-        else:
-            base = args[source]
-            meta = _empty((0,), (1,), dtype=dtype, device=META)
-            meta.set_(base.untyped_storage(), base.storage_offset() + further, size, stride)
+            return self.around(_empty(size, stride, dtype=dtype, device=META), device)
+        base = args[source]
+        meta = _empty((0,), (1,), dtype=dtype, device=META)
+        meta.set_(base.untyped_storage(), base.storage_offset() + further, size, stride)
         return self.around(meta, device)
 
     def around(self, meta: torch.Tensor, device: torch.device) -> VirtualTensor:
@@ -156,8 +172,8 @@ class AlikeCalls:
         tensor: VirtualTensor = _make_subclass(
             VirtualTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
-        torch._C._set_throw_on_mutable_data_ptr(tensor)
-        tensor.__dict__.update(self._of_a_fake(device))
+        _set_throw(tensor)
+        tensor.__dict__.update(self._attributes.get(device) or self._of_a_fake(device))
         return tensor
 
     def _told(self, args: Any, tensor: Any) -> Any:
@@ -188,11 +204,9 @@ class AlikeCalls:
         return same and one
 
     def _of_a_fake(self, device: torch.device) -> dict[str, Any]:
-        found = self._attributes.get(device)
-        if found is None:
-            meta = _empty((0,), (1,), dtype=torch.float32, device=META)
-            fake: Any = FakeTensor.__new__(VirtualTensor, self._fake, meta, device)
-            found = self._attributes[device] = dict(fake.__dict__)
+        meta = _empty((0,), (1,), dtype=torch.float32, device=META)
+        fake: Any = FakeTensor.__new__(VirtualTensor, self._fake, meta, device)
+        found = self._attributes[device] = dict(fake.__dict__)
         return found
 
 

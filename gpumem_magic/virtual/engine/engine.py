@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_magic.devices.reads import Reads
@@ -33,7 +32,7 @@ from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied
-from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
+from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     any_sparse,
@@ -46,7 +45,7 @@ from gpumem_magic.virtual.engine.calls import (
     users_line,
     with_constants,
 )
-from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard
+from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -64,6 +63,7 @@ from gpumem_magic.virtual.engine.modes import (
     answer_device,
     made_plainly,
     pushed,
+    unseen,
 )
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.storage import StorageTable
@@ -73,25 +73,31 @@ SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments; those that are not here are refused.
 SPARSE: dict[Any, Callable[..., Any]] = {}
 # What kernels take once their result is there: rules ``rule(engine, func, args, kwargs, out, device)``, which return the bytes of
-# the blocks that are held until the kernel ends. With `special`: ``@special(*functions, table=BESIDE)``.
-BESIDE: dict[Any, Callable[..., Sequence[int]]] = {}
+# the blocks that are held until the kernel ends; or `Kernels`, where they follow from the arguments' looks and the card, and are
+# asked for once. With `special`: ``@special(*functions, table=BESIDE)``.
+BESIDE: dict[Any, Callable[..., Sequence[int] | Kernels]] = {}
 # Operators of which some results are on the host, where the fake mode has all on the device: rules
 # ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
 ON_HOST: dict[Any, Callable[..., Any]] = {}
 # Operators that a trace of TorchScript's leaves out, since it has those that they call in C++: rules like handlers, which see to
 # that. Others come here when they were recorded, and the trace waits.
 TRACED: dict[Any, Callable[..., Any]] = {}
-# When an operator with a rule is like any other, and the rule would do nothing but run it: ``plain(engine, args, kwargs)``.
+# When an operator with a rule is like any other, and the rule would do nothing but run it: ``plain(engine, args, kwargs)``. By
+# looks: where that follows from how the arguments look.
 PLAIN: dict[Any, Callable[..., bool]] = {}
+PLAIN_BY_LOOKS: set[Any] = set()
 
 
 def special(
-    *functions: Any, table: dict[Any, Callable[..., Any]] = SPECIAL, plain: Callable[..., bool] | None = None
+    *functions: Any,
+    table: dict[Any, Callable[..., Any]] = SPECIAL,
+    plain: Callable[..., bool] | None = None,
+    by_looks: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers ``handler(engine, func, args, kwargs, device)``, which runs in the place of these operators.
 
     `Engine.run` makes the results as it does for all others; `Engine.scratch` is memory that the kernel holds while it runs.
-    plain: see `PLAIN`; it is asked at each call, and has to be quick.
+    plain, by_looks: see `PLAIN`; it is asked at each call, and has to be quick.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,6 +105,8 @@ def special(
             table[function] = handler
             if plain is not None:
                 PLAIN[function] = plain
+            if by_looks:
+                PLAIN_BY_LOOKS.add(function)
         return handler
 
     return register
@@ -108,11 +116,12 @@ def special(
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
 
 
-class _Met(NamedTuple):
+class Met(NamedTuple):
     """What is true of each call of an operator: the rules for it, and what it does with memory.
 
     again: whether its results and its memory are the same for all arguments that look alike, unless `plain` says no.
-    body: what an operator of the program's own runs.
+    body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
+    may say no of arguments that look like others of which it said yes.
     """
 
     func: Any
@@ -121,10 +130,12 @@ class _Met(NamedTuple):
     on_host: Callable[..., Any] | None
     allocates: bool
     resizes: bool
-    beside: Callable[..., Sequence[int]] | None
+    beside: Callable[..., Sequence[int] | Kernels] | None
     again: bool
     plain: Callable[..., bool] | None
     body: Callable[..., Any] | None
+    takes_after: bool
+    asks: bool
 
 
 class Engine:
@@ -136,7 +147,7 @@ class Engine:
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         self.lock = threading.RLock()
-        self.uninterrupted = Uninterrupted("gpumem_magic.virtual.")
+        self.uninterrupted = Uninterrupted("gpumem_magic.virtual.", stays=True)
         self.memory = memory
         self.device_count = device_count
         self.process = os.getpid()
@@ -144,8 +155,7 @@ class Engine:
         self.fake = HostlessFakeMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.fake.engine = self  # type: ignore[attr-defined]
         self.alike = AlikeCalls(self.fake)
-        self.functions = FunctionCalls(self.alike)
-        self.mode = OperatorMode(self.handle)
+        self.mode = OperatorMode(self.handle, VirtualTensor)
         self.table = StorageTable(memory.malloc, memory.free)
         self.births = Births()
         # The operator that runs while a log does; those that it is made of come inside it.
@@ -161,7 +171,7 @@ class Engine:
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         # By the operator's `id`: PyTorch's own hash of it is Python's, and takes longer than looking it up.
-        self._met: dict[int, _Met] = {}
+        self._met: dict[int, Met] = {}
 
     # ---- tensors
 
@@ -231,6 +241,10 @@ class Engine:
 
     # ---- operators
 
+    def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives where that is found out at once; NotImplemented where it is to go the ordinary way."""
+        return NotImplemented
+
     def otherwise(self, func: Any, args: Any) -> Any:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None (False after an assignment)."""
         if func is torch.Tensor.__setitem__:
@@ -297,31 +311,6 @@ class Engine:
             return TRACED[func](self, func, args, kwargs, device)
         return self._handle(func, args, kwargs, device)
 
-    def at_once(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        """What a function gives that comes down to one operator, where that is known; else None."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = self.functions.found(looks, args, kwargs)
-            if found is None or self.closed_because:
-                return None
-            func, args, kwargs, way = found
-            out = self._handle(func, args, kwargs, way.device, way.answer)
-            if way.writes and not out.is_inference():
-                increment_version(out)
-            return out
-
-    def listen(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function, and keeps what it came down to."""
-        before = STATE.heard
-        heard = STATE.heard = []
-        try:
-            with pushed(self.mode):
-                out = func(*args, **kwargs)
-        finally:
-            STATE.heard = before
-        met = self._met.get(id(heard[0].func)) if len(heard) == 1 else None
-        self.functions.learn(looks, func, args, kwargs, heard, met is not None and met.again, out)
-        return out
-
     def _unseen(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """Within code that Dynamo runs, and which compiles what it meets: a device is none of the program's code."""
         before = set_eval_frame(None)
@@ -334,7 +323,8 @@ class Engine:
         """answer: what it gives for arguments that look so, where that is known by now."""
         if self.reads.counts:
             self.reads.note_caught()
-        with self.uninterrupted, self.lock:
+        # (Functions of subclasses are off in a call from Python, and not in one of a backward.)
+        with self.uninterrupted, self.lock, torch._C.DisableTorchFunctionSubclass():
             self.table.drain()
             if self.table.holds_overwritten:
                 self.refuse_overwritten(args, kwargs)
@@ -390,26 +380,37 @@ class Engine:
                 return run_in_parts(func, args, kwargs)
         return self.run(func, args, kwargs, device)
 
-    def _meet(self, func: Any) -> _Met:
+    def _meet(self, func: Any) -> Met:
         allocates, handler, plain = may_allocate(func), SPECIAL.get(func), PLAIN.get(func)
         resizes = not allocates and may_resize(func)
         composite, on_host = is_made_of_others(func), ON_HOST.get(func)
         body = kernel_rules.body_of(func)
         again = (handler is None or plain is not None) and on_host is None and not (composite or resizes or body)
-        met = self._met[id(func)] = _Met(
-            func, handler, composite, on_host, allocates, resizes, BESIDE.get(func), again, plain, body
+        met = self._met[id(func)] = Met(
+            func,
+            handler,
+            composite,
+            on_host,
+            allocates,
+            resizes,
+            BESIDE.get(func),
+            again,
+            plain,
+            body,
+            self.memory.takes_after(func),
+            plain is not None and func not in PLAIN_BY_LOOKS,
         )
         return met
 
     def again(
-        self, met: _Met, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None
+        self, met: Met, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None
     ) -> tuple[Any, Answer] | None:
         """What `run` gives and takes, without asking for it, where arguments that look so were met; else None."""
         if met.plain is not None and not met.plain(self, args, kwargs):
             return None
         if kernel_rules.for_operator(func) is not None:
             return None
-        with tensors.no_functions(), tensors.no_dispatch():
+        with unseen():
             answer = answer or self.alike.found(self.alike.looks(func, args, kwargs))
             if answer is None:
                 return None
@@ -422,7 +423,7 @@ class Engine:
             else:
                 # (No log runs that would be told.)
                 self.table.adopt(out.untyped_storage(), out.fake_device.index, node_now() if STATE.backward else 0)
-        self._beside(met, func, args, kwargs, out, device)
+        self._beside(met, func, args, kwargs, out, device, answer)
         return out, answer
 
     def _note(self, answer: Answer, func: Any, args: Any, kwargs: Any) -> None:
@@ -444,21 +445,42 @@ class Engine:
         self._beside(met, func, args, kwargs, out, device)
         return out
 
-    def _beside(self, met: _Met, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> None:
+    def _beside(
+        self, met: Met, func: Any, args: Any, kwargs: Any, out: Any, device: int, answer: Answer | None = None
+    ) -> None:
         """What the kernel takes beside its results, and libraries after it."""
-        sizes = () if met.beside is None else met.beside(self, func, args, kwargs, out, device)
-        if sizes:
+        sizes: Any = None if answer is None else answer.kernels
+        if sizes is None:
+            sizes = () if met.beside is None else met.beside(self, func, args, kwargs, out, device)
+            if type(sizes) is Kernels and answer is not None:
+                answer.kernels = sizes
+        if type(sizes) is Kernels:
+            self.run_kernels(sizes, device)
+        elif sizes:
             with self.scratch(device, *sizes):
                 self.memory.after_operator(func, args, device)
-        else:
+                return
+        if met.takes_after:
             self.memory.after_operator(func, args, device)
+
+    def run_kernels(self, kernels: Kernels, device: int) -> None:
+        """Takes what they take, and gives it back."""
+        if not kernels.held and self._under_way is None:
+            # (No log runs that would be told.)
+            for one in kernels.each:
+                self.memory.pass_through(device, one)
+            return
+        with self.scratch(device, *kernels.held):
+            for one in kernels.each:
+                with self.scratch(device, *one):
+                    pass
 
     def fake_call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Runs the operator under the fake mode; host tensors among the arguments become fake host tensors."""
         # (`made_plainly` written out: each operator passes here.)
         STATE.depth += 1
         try:
-            with tensors.no_functions(), tensors.no_dispatch():
+            with unseen():
                 looks = self.alike.looks(func, args, kwargs)
                 answer = self.alike.found(looks)
                 if answer is not None:

@@ -13,16 +13,16 @@ import torch
 import torch.autograd.forward_ad
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from gpumem_magic.looks.tensors import is_view, no_dispatch, no_functions
+from gpumem_magic.looks.tensors import is_view
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.calls import device_among
-from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.modes import STATE, undisturbed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _MOST = 20_000
 # So many calls that came down to something else, and a function is not looked at any more.
 _ENOUGH = 4
-_included, _excluded = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+_tracing = torch._C._get_tracing_state
 
 
 class Heard(NamedTuple):
@@ -40,9 +40,12 @@ class _Fixed(NamedTuple):
     value: Any
 
 
-class _Shortcut(NamedTuple):
+class Shortcut(NamedTuple):
     """The operator that a function comes down to. places: for each of its arguments the number of the function's (of those in
-    lists, too), several for a list, or what is given. nested: whether the function has lists. writes: its first argument."""
+    lists, too), several for a list, or what is given. nested: whether the function has lists. writes: its first argument.
+
+    on_host: whether the function itself may be called with the host's tensors in the place of the device's.
+    """
 
     func: Any
     places: tuple[Any, ...]
@@ -51,44 +54,12 @@ class _Shortcut(NamedTuple):
     writes: bool
     device: int
     answer: Answer
+    on_host: bool
 
-
-class FunctionCalls:
-    """The functions that were met, by their arguments' looks and numbers."""
-
-    def __init__(self, alike: AlikeCalls) -> None:
-        self._alike = alike
-        self._found: dict[tuple[Any, ...], _Shortcut] = {}
-        # By a function's `id`: how often it came down to something else, and the function.
-        self._others: dict[int, tuple[int, Any]] = {}
-        self._usual = _usual_states()
-
-    def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-        """All that it depends on which operator a function comes down to; None where more may count."""
-        other = self._others.get(id(func))
-        if (other is not None and other[0] >= _ENOUGH) or STATE.depth:
-            return None
-        inference = self._usual.get((_included().raw_repr(), _excluded().raw_repr()))
-        if inference is None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0:
-            return None
-        key: list[Any] = [id(func), torch.get_default_dtype(), inference]
-        untracked = torch.is_grad_enabled()
-        with no_functions():
-            if not self._alike.describe(key, args, True, untracked):
-                return None
-            if kwargs:
-                key.extend(kwargs)
-                if not self._alike.describe(key, kwargs.values(), True, untracked):
-                    return None
-        return tuple(key)
-
-    def found(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> tuple[Any, Any, Any, _Shortcut] | None:
-        """(operator, its arguments, its named ones, what is known of it), where a call that looks so was met."""
-        way = self._found.get(looks)
-        if way is None or (way.writes and not _may_be_written(args[0])):
-            return None
+    def operator(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
+        """(operator, its arguments, its named ones) for a call of the function."""
         flat = (*args, *kwargs.values()) if kwargs else args
-        if way.nested:
+        if self.nested:
             flat = _flat(flat)
         made = [
             flat[place]
@@ -96,19 +67,59 @@ class FunctionCalls:
             else place.value
             if type(place) is _Fixed
             else [flat[one] for one in place]
-            for place in way.places
+            for place in self.places
         ]
         named = {}
-        if way.names:
-            count = len(made) - len(way.names)
-            named = dict(zip(way.names, made[count:], strict=True))
+        if self.names:
+            count = len(made) - len(self.names)
+            named = dict(zip(self.names, made[count:], strict=True))
             del made[count:]
-        return way.func, tuple(made), named, way
+        return self.func, tuple(made), named
+
+    def may_write(self, tensor: Any) -> bool:
+        """Whether only the version counter has to know of it: views have a say where gradients are on, and PyTorch refuses to
+        write to tensors of inference mode outside of it."""
+        if torch.is_grad_enabled() and is_view(tensor):
+            return False
+        return torch.is_inference_mode_enabled() or not tensor.is_inference()
+
+
+class FunctionCalls:
+    """The functions that were met, by their arguments' looks and numbers. Inside `no_functions`."""
+
+    def __init__(self, alike: AlikeCalls) -> None:
+        self._alike = alike
+        self._found: dict[tuple[Any, ...], Shortcut] = {}
+        # By a function's `id`: how often it came down to something else, and the function.
+        self._others: dict[int, tuple[int, Any]] = {}
+
+    def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+        """All that it depends on which operator a function comes down to; None where more may count."""
+        other = self._others.get(id(func))
+        if (other is not None and other[0] >= _ENOUGH) or STATE.depth:
+            return None
+        if not undisturbed() or _tracing() is not None or get_eval_frame_callback() is not None:
+            return None
+        if torch.autograd.forward_ad._current_level >= 0:
+            return None
+        key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        untracked = torch.is_grad_enabled()
+        if not self._alike.describe(key, args, True, untracked):
+            return None
+        if kwargs:
+            key.extend(kwargs)
+            if not self._alike.describe(key, kwargs.values(), True, untracked):
+                return None
+        return tuple(key)
+
+    def found(self, looks: tuple[Any, ...]) -> Shortcut | None:
+        """What is known of a call that looks so."""
+        return self._found.get(looks)
 
     def learn(
         self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, heard: Sequence[Heard], plain: bool, out: Any
     ) -> None:
-        """A function has run these operators, and returned that. plain: whether `Engine.again` may run the first anew."""
+        """A function has run these operators, and returned that. plain: whether the first may be run anew past C++."""
         way = self._way(args, kwargs, heard[0], out) if plain and len(heard) == 1 else None
         if way is None:
             count, _ = self._others.get(id(func), (0, func))
@@ -120,11 +131,10 @@ class FunctionCalls:
         # (Which keeps the function: no other has its `id`.)
         self._others[id(func)] = 0, func
 
-    def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> _Shortcut | None:
+    def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
         if type(out) is not VirtualTensor or heard.out is not out:
             return None
-        with no_functions(), no_dispatch():
-            answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
+        answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
         if answer is None or answer.kind is not None:
             return None
         made = answer.made[0]
@@ -148,34 +158,10 @@ class FunctionCalls:
         device = device_among(heard.args, heard.kwargs)
         if device is None:
             return None
-        return _Shortcut(heard.func, found, tuple(heard.kwargs), nested, writes, device, answer)
-
-
-def _may_be_written(tensor: Any) -> bool:
-    """Whether only the version counter has to know of it: views have a say where gradients are on."""
-    with no_functions():
-        return not (torch.is_grad_enabled() and is_view(tensor))
-
-
-def _usual_states() -> dict[tuple[int, int], bool]:
-    """The dispatcher's settings for a thread in which nothing is on, by whether it is in inference mode; none where something is
-    on now, or where this version cannot say."""
-    found = {}
-    try:
-        if (
-            torch._C._len_torch_dispatch_stack()
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state() is not None
-            or torch.autograd.forward_ad._current_level >= 0
-        ):
-            return {}
-    except AttributeError:
-        return {}
-    for inference in (False, True):
-        with torch.inference_mode(inference):
-            found[_included().raw_repr(), _excluded().raw_repr()] = inference
-    return found
+        # (A device that is named is not the host's.)
+        named = (*heard.args, *heard.kwargs.values())
+        on_host = not any(isinstance(one, torch.device) for one in named)
+        return Shortcut(heard.func, found, tuple(heard.kwargs), nested, writes, device, answer, on_host)
 
 
 def _flat(items: Any) -> tuple[Any, ...]:

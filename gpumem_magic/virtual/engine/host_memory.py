@@ -11,6 +11,8 @@ from gpumem_magic.units import MIB, human
 _LOOKED_AT = 64 * MIB
 # How soon again, in seconds: a program can't write much in that time.
 _LOOKED_AGAIN = 0.01
+# There is no hurry while so small a part of what is left was asked for.
+_PART = 16
 # What is left to others.
 _SPARED = 256 * MIB
 
@@ -46,22 +48,27 @@ def _of_the_container() -> int | None:
 
 
 class HostMemory:
-    """Asked before a device that computes takes memory."""
+    """Asked before a device that computes takes memory. asked: what was asked for since it looked; it looks again at `enough`."""
 
     def __init__(self) -> None:
-        self._since = 0
+        self.asked = 0
+        self.enough = _LOOKED_AT
         self._looked = 0.0
 
     def ask(self, nbytes: int) -> None:
         """Raises HostMemoryFull where so many bytes more do not fit into the host's memory."""
-        self._since += nbytes
-        if self._since < _LOOKED_AT:
-            return
+        self.asked += nbytes
+        if self.asked >= self.enough:
+            self.look(nbytes)
+
+    def look(self, nbytes: int) -> None:
+        """The same, where enough was asked for: reading what is left takes longer than most operators."""
         now = time.monotonic()
         if nbytes < _LOOKED_AT and now - self._looked < _LOOKED_AGAIN:
             return
-        self._since, self._looked = 0, now
+        self.asked, self._looked = 0, now
         left = available()
+        self.enough = max(_LOOKED_AT, (left or 0) // _PART)
         if left is not None and nbytes + _SPARED > left:
             raise HostMemoryFull(
                 f"with values=real, tensors lie in the host's memory too: {human(nbytes)} more were asked for, and {human(left)} "

@@ -27,7 +27,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 
 # "mylib::fused_mlp" or "mylib::fused_mlp.overload" -> rule; ("mylib.layers", "fused_mlp") -> rule.
-_operators: dict[str, Callable[..., Any]] = {}
+rules_of_users: dict[str, Callable[..., Any]] = {}
 _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 # The same for operators of well-known libraries, from `libraries`: a user's rule goes first.
 _built_in: dict[str, Callable[..., Any]] = {}
@@ -62,7 +62,7 @@ def register_kernel(target: Any, rule: Any = None) -> Any:
         raise TypeError(f"a rule is a function with the kernel's arguments, not {type(rule).__name__}")
     name = _operator_name(target)
     if name is not None:
-        _operators[name] = rule
+        rules_of_users[name] = rule
         return rule
     place = _place(target)
     new = place not in _functions
@@ -75,10 +75,10 @@ def register_kernel(target: Any, rule: Any = None) -> Any:
 
 def for_operator(func: Any) -> Callable[..., Any] | None:
     """The rule for an operator's overload, or for all overloads of it; None where there is none."""
-    if _operators:
+    if rules_of_users:
         name = str(func._schema.name) if hasattr(func, "_schema") else ""
         overload_name = func._schema.overload_name if name else ""
-        rule = _operators.get(f"{name}.{overload_name or 'default'}") or _operators.get(name)
+        rule = rules_of_users.get(f"{name}.{overload_name or 'default'}") or rules_of_users.get(name)
         if rule is not None:
             return rule
     try:

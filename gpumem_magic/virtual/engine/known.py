@@ -132,7 +132,7 @@ class KnownEngine(ComputingEngine):
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
             placement = self.twins.placement(tensor)
-            placement.twin = None
+            placement.put(None)
             self.twins.keep(tensor, host.detach(), (host,))
             placement.sure, placement.supplied = sure, supplied
         tensor.__dict__[KNOWN] = True
@@ -144,14 +144,14 @@ class KnownEngine(ComputingEngine):
             self._have(tensor, element.expand(tensor.size()), supplied=supplied)
             return
         placement = self.twins.placement(tensor)
-        placement.twin = Uniform(element, tensor.untyped_storage().nbytes())
+        placement.put(Uniform(element, tensor.untyped_storage().nbytes()))
         placement.sure, placement.supplied = True, supplied
         tensor.__dict__[KNOWN] = True
 
     def blank(self, tensor: VirtualTensor) -> None:
         """Nothing was written into a new tensor yet: what is written part by part may become known."""
         if self._may_learn(tensor):
-            self.twins.placement(tensor).twin = values.BLANK
+            self.twins.placement(tensor).put(values.BLANK)
             tensor.__dict__[KNOWN] = True
 
     def forget(self, tensor: Any) -> None:
@@ -159,7 +159,7 @@ class KnownEngine(ComputingEngine):
         if tensor.layout is torch.strided:
             placement = self.table.find(tensor.untyped_storage())
             if placement is not None:
-                placement.twin = None
+                placement.put(None)
 
     def mark(self, tensor: VirtualTensor) -> None:
         """After a tensor was put on another storage."""
@@ -293,7 +293,8 @@ class KnownEngine(ComputingEngine):
     ) -> tuple[HostCall, Any, Any] | None:
         for leaf in found.blank:
             placement = self.twins.placement(leaf)
-            placement.twin, placement.sure, placement.supplied = None, True, False
+            placement.put(None)
+            placement.sure, placement.supplied = True, False
         self._given_now = found.given
         try:
             return self._computed(func, args, kwargs, device)
@@ -395,7 +396,7 @@ class KnownEngine(ComputingEngine):
         """From now on an unknown tensor has the values that it is guessed to have."""
         with host_only():
             placement = self.twins.placement(tensor)
-            placement.twin = None
+            placement.put(None)
             self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
         tensor.__dict__[KNOWN] = True
@@ -435,7 +436,7 @@ class KnownEngine(ComputingEngine):
                     leaf.__dict__.pop(GUESS, None)
                 placement = self.table.find(leaf.untyped_storage())
                 if placement is not None:
-                    placement.twin = None
+                    placement.put(None)
                     if self.tape is not None:
                         self.tape.append(placement)
 
@@ -443,7 +444,7 @@ class KnownEngine(ComputingEngine):
         """A captured graph runs again: what it writes is not known."""
         with self.lock:
             for placement in tape:
-                placement.twin = None
+                placement.put(None)
 
 
 class _Arguments:

@@ -60,6 +60,9 @@ class Memory(Protocol):
 
     def free(self, device: int, address: int) -> None: ...
 
+    def pass_through(self, device: int, sizes: Sequence[int]) -> None:
+        """Takes blocks and gives them back, the last one first."""
+
     def is_recorded(self, device: int) -> bool:
         """Whether a log of the device runs."""
 
@@ -74,6 +77,9 @@ class Memory(Protocol):
         memory as the driver would."""
 
     def record_stream(self, device: int, address: int, stream: int) -> None: ...
+
+    def takes_after(self, func: Any) -> bool:
+        """Whether a library takes memory after such an operator."""
 
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
         """Memory that a library takes beside an operator's results, which are there now."""

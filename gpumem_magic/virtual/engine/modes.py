@@ -21,13 +21,16 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpumem_magic.looks.tensors import no_dispatch, no_functions
 from gpumem_magic.tracebacks import cut_below_operator
 
 _Made = TypeVar("_Made")
 
 META = torch.device("meta")
+_NUMBERED: dict[int, torch.device] = {}
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_autocast, _transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 # As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
 _plain_dispatch = FakeTensorMode.dispatch
 
@@ -84,7 +87,13 @@ def with_dispatch_of_its_own(types: Any) -> bool:
 
 def answer_device(tensor: Any) -> torch.device:
     """What C++ is told when it asks for the device of a virtual tensor."""
-    return META if STATE.in_kernel else torch.device("meta", tensor.fake_device.index)
+    if STATE.in_kernel:
+        return META
+    index = tensor.fake_device.index
+    found = _NUMBERED.get(index)
+    if found is None:
+        found = _NUMBERED[index] = torch.device("meta", index)
+    return found
 
 
 class HostlessFakeMode(FakeTensorMode):
@@ -137,9 +146,11 @@ class OperatorMode(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, handle: Callable[..., Any]) -> None:
+    def __init__(self, handle: Callable[..., Any], kind: type) -> None:
+        """kind: the class of virtual tensors."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._handle = handle
+        self._kind = kind
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -153,6 +164,8 @@ class OperatorMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
+            if func is DEVICE_QUERY and isinstance(args[0], self._kind) and not _len_torch_dispatch_stack():
+                return answer_device(args[0])
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
                 return func(*args, **(kwargs or {}))
@@ -188,6 +201,30 @@ def origin(kind: str) -> Iterator[None]:
         yield
     finally:
         STATE.origin = before
+
+
+class _Unseen:
+    """`no_functions` and `no_dispatch`."""
+
+    def __enter__(self) -> None:
+        self._functions, self._dispatch = no_functions(), no_dispatch()
+        self._functions.__enter__()
+        self._dispatch.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._dispatch.__exit__(*error)
+        self._functions.__exit__(*error)
+
+
+def unseen() -> Any:
+    """Inside, plain tensors are made and looked at, and nobody's modes see it. Where no mode is on, that takes a tenth of the
+    time: C++'s guard of dispatch is one of pybind11's."""
+    return _Unseen() if _len_torch_dispatch_stack() else no_functions()
+
+
+def undisturbed() -> bool:
+    """Whether neither modes nor autocast nor transforms of this thread would see an operator on plain tensors."""
+    return not (_len_torch_dispatch_stack() or _autocast() or _transforms())
 
 
 class pushed:

@@ -6,16 +6,19 @@ values are exact. Operators that only CUDA has run by an equivalent (`equivalent
 
 from __future__ import annotations
 
+from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.alike import Answer
-from gpumem_magic.virtual.engine.calls import any_sparse
+from gpumem_magic.virtual.engine.calls import any_sparse, node_now
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     comes_first,
@@ -25,6 +28,8 @@ from gpumem_magic.virtual.engine.computing import (
     runs_in_parts,
     touches_values,
 )
+from gpumem_magic.virtual.engine.engine import Met
+from gpumem_magic.virtual.engine.functions import FunctionCalls, Shortcut
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -35,11 +40,23 @@ from gpumem_magic.virtual.engine.host_calls import (
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.modes import STATE, pushed, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
+
+
+class _Handling(NamedTuple):
+    """Whether an operator touches values; whether the host runs it first; what the host calls for it where all else follows from
+    how the arguments look; and what was met of it."""
+
+    touches: bool
+    first: bool
+    function: Any
+    met: Met
+
 
 # Calls in their order, each with the host's views of its results, and where it leaves what its gradient needs.
 Tape = list[tuple[HostCall, Any, Placement | None]]
@@ -50,10 +67,13 @@ class RealTable(StorageTable):
 
     def __init__(self, memory: Memory) -> None:
         host = HostMemory()
+        take = memory.malloc
 
         def malloc(device: int, nbytes: int) -> int:
-            host.ask(nbytes)
-            return memory.malloc(device, nbytes)
+            host.asked += nbytes
+            if host.asked >= host.enough:
+                host.look(nbytes)
+            return take(device, nbytes)
 
         super().__init__(malloc, memory.free)
 
@@ -69,21 +89,91 @@ class RealEngine(ComputingEngine):
 
     def __init__(self, memory: Memory, device_count: int) -> None:
         super().__init__(memory, device_count, RealTable(memory))
+        self.functions = FunctionCalls(self.alike)
         # What is to be computed when a captured graph is replayed, and where it goes.
         self.tape: Tape | None = None
 
     # ---- operators
 
+    def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        functions = self.functions
+        with no_functions():
+            looks = functions.looks(func, args, kwargs)
+            if looks is None:
+                return NotImplemented
+            shortcut = functions.found(looks)
+            if shortcut is not None:
+                with self.uninterrupted, self.lock:
+                    return self._shortly(shortcut, func, args, kwargs)
+        with self.uninterrupted:
+            return self._listened(looks, func, args, kwargs or {})
+
+    def _shortly(self, shortcut: Shortcut, function: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives by what is known of it; NotImplemented where that is of no use now. Inside `no_functions`."""
+        device, answer, func, table = shortcut.device, shortcut.answer, shortcut.func, self.table
+        met, writes = self._met[id(func)], shortcut.writes
+        if self.closed_because or self._nested or self.tape is not None:
+            return NotImplemented
+        if kernel_rules.rules_of_users and kernel_rules.for_operator(func) is not None:
+            return NotImplemented
+        if writes and not shortcut.may_write(args[0]):
+            return NotImplemented
+        if self._under_way is not None or table.holds_overwritten or self.memory.is_recorded(device):
+            out: VirtualTensor = self._handle(*shortcut.operator(args, kwargs), device, answer)
+            return self._written(out) if writes else out
+        call: Any = ()
+        beside = met.takes_after or (met.beside is not None and answer.kernels is None)
+        if met.asks or beside:
+            call = shortcut.operator(args, kwargs)
+            if met.asks and met.plain is not None and not met.plain(self, call[1], call[2]):
+                return NotImplemented
+        if self.reads.counts:
+            self.reads.note_caught()
+        table.drain()
+        STATE.last_device = device
+        placement = None
+        if writes:
+            out = args[0]
+        else:
+            out = self.alike.given(answer, args, kwargs)
+            placement = table.place(out.untyped_storage(), device, node_now() if STATE.backward else 0)
+        if answer.kernels is not None:
+            self.run_kernels(answer.kernels, device)
+        elif beside:
+            self._beside(met, call[0], call[1], call[2], out, device, answer)
+        if not shortcut.on_host or not self._compute_again(function, args, kwargs, out, answer, placement):
+            func, args, kwargs = call or shortcut.operator(args, kwargs)
+            self._operate_again(func, args, kwargs, out, answer)
+        return self._written(out) if writes else out
+
+    def _written(self, tensor: VirtualTensor) -> VirtualTensor:
+        """Autograd has to know of it."""
+        if not tensor.is_inference():
+            increment_version(tensor)
+        return tensor
+
+    def _listened(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function, and keeps what it came down to."""
+        before = STATE.heard
+        heard = STATE.heard = []
+        try:
+            with pushed(self.mode):
+                out = func(*args, **kwargs)
+        finally:
+            STATE.heard = before
+        way = self._ways.get(id(heard[0].func)) if len(heard) == 1 else None
+        with no_functions():
+            self.functions.learn(looks, func, args, kwargs, heard, way is not None and way.function is not None, out)
+        return out
+
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
-        way = self._ways.get(id(func))
-        if way is None:
-            way = self._ways[id(func)] = self._way_of(func)
+        way = self._ways.get(id(func)) or self._way_of(func)
         touches, first, function, met = way
         if function is not None and not self._nested and self.tape is None:
             found = self.again(met, func, args, kwargs, device, answer)
             if found is not None:
-                with host_only():
-                    self._compute_again(function, args, kwargs, *found)
+                with no_functions() if undisturbed() else host_only():
+                    self._operate_again(func, args, kwargs, found[0], found[1])
                 return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and any_sparse(args)
@@ -112,13 +202,12 @@ class RealEngine(ComputingEngine):
             self._nested = False
             self._ahead = None
 
-    def _way_of(self, func: Any) -> tuple[Any, ...]:
-        """Whether an operator touches values; whether the host runs it first; what the host calls for it where all else follows
-        from how the arguments look; and what was met of it."""
+    def _way_of(self, func: Any) -> _Handling:
         touches, first = touches_values(func), comes_first(func)
         met = self._met.get(id(func)) or self._meet(func)
         again = met.again and touches and not first and gives_one_tensor(func)
-        return touches, first, plain_function(func) if again else None, met
+        way = self._ways[id(func)] = _Handling(touches, first, plain_function(func) if again else None, met)
+        return way
 
     # ---- values
 
@@ -164,7 +253,7 @@ class RealEngine(ComputingEngine):
                 self.tape.append((call, on_host(self.twins, out), self._keeper(func, out)))
             return
         if kernel_rules.for_operator(func) is None:
-            with host_only():
+            with no_functions() if undisturbed() else host_only():
                 found = self._run(func, args, kwargs, device)
                 # What was written in place lies in the twin.
                 if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
@@ -181,22 +270,56 @@ class RealEngine(ComputingEngine):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()
 
-    def _compute_again(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer) -> None:
-        """Most operators: one result, of what the host's function gives. Inside `host_only`."""
-        self.computed += 1
-        twins, named = self.twins, {}
+    def _operate_again(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer) -> None:
+        """Most operators: one result, of what the host's function gives. On the host's tensors nobody's modes may be on."""
+        function = self._ways[id(func)].function
+        # (Past the overload, which does no more.)
+        in_c = not isinstance(function, FunctionType)
+        if not self._compute_again(function._op if in_c else function, args, kwargs, out, answer):
+            self._compute_again(partial(_computed, func) if in_c else function, args, kwargs, out, answer, sure=True)
+
+    def _compute_again(
+        self,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        out: VirtualTensor,
+        answer: Answer,
+        placement: Placement | None = None,
+        sure: bool = False,
+    ) -> bool:
+        """The same by a function. False where that may lack a kernel for a type, which is raised if there is no other (sure).
+
+        placement: that of the result, where it is new and known by now."""
+        twins = self.twins
         # (Tensors that were met are dense, and neither negated nor conjugated.)
         hosts = [twins.plainly(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args]
-        if kwargs:
-            named = {name: on_host(twins, arg) for name, arg in kwargs.items()}
-        result = func(*hosts, **named) if isinstance(func, FunctionType) else computed(func, hosts, named)
+        named: dict[str, Any] = {}
+        try:
+            if kwargs:
+                named = {name: on_host(twins, arg) for name, arg in kwargs.items()}
+                result = function(*hosts, **named)
+            else:
+                result = function(*hosts)
+        except (NotImplementedError, RuntimeError):
+            if sure:
+                raise
+            return False
+        self.computed += 1
         if hosts and result is hosts[0] and out is args[0]:
             # What was written in place lies in the twin.
-            return
+            return True
         if answer.lies_as(result):
-            self.twins.take(out, result)
-            return
+            # (A new tensor's twin is the host's result.)
+            placement = placement or twins.placement(out)
+            placement.twin, placement.host = result.untyped_storage(), result
+            return True
         given = (*hosts, *named.values()) if named else hosts
-        if type(result) is not torch.Tensor or not self.twins.keep(out, result, given):
-            refuse_to_compute(func, "its results have other sizes on the host")
-        answer.as_on_host = self.twins.has_taken(out, result)
+        if type(result) is not torch.Tensor or not twins.keep(out, result, given):
+            refuse_to_compute(getattr(function, "__name__", function), "its results have other sizes on the host")
+        answer.as_on_host = twins.has_taken(out, result)
+        return True
+
+
+def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
+    return computed(func, args, kwargs)

@@ -32,7 +32,7 @@ class Placement:
     """
 
     __slots__ = (
-        "_twin", "address", "device", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "watch",
+        "address", "device", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin", "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
@@ -41,8 +41,7 @@ class Placement:
         self.nbytes = nbytes
         self.watch = watch
         self.node = node
-        # (Past the property, which takes longer.)
-        self._twin: Any = None
+        self.twin: Any = None
         self.host: Any = None
         self.kept: Any = None
         self.sure = True
@@ -50,13 +49,9 @@ class Placement:
         self.module = 0
         self.overwritten = ""
 
-    @property
-    def twin(self) -> Any:
-        return self._twin
-
-    @twin.setter
-    def twin(self, twin: Any) -> None:
-        self._twin = twin
+    def put(self, twin: Any) -> None:
+        """From now on that is the twin."""
+        self.twin = twin
         self.host = None
 
 
@@ -115,17 +110,23 @@ class StorageTable:
         """
         key = storage._cdata
         known = self._placements.get(key)
-        if known is not None:
-            if known.watch() is not None:
-                return False
+        if known is not None and known.watch() is not None:
+            return False
+        self.place(storage, device, node)
+        return True
+
+    def place(self, storage: Any, device: int, node: int) -> Placement:
+        """The same of a storage that is new for sure."""
+        key = storage._cdata
+        if key in self._placements:
             # One that has ended lay there, and its free waits.
             self.drain()
         nbytes = storage.nbytes()
         address = self._malloc(device, nbytes) if nbytes else 0
         watch = _StorageReference(storage, self._ended.append)
         watch.key = key
-        self._placements[key] = Placement(device, address, nbytes, watch, node)
-        return True
+        found = self._placements[key] = Placement(device, address, nbytes, watch, node)
+        return found
 
     def borrow(self, storage: Any, device: int, twin: Any, address: int = 0) -> None:
         """The storage's memory on the device is another's (a process's, or a replayed graph's): none is taken or given back."""
@@ -133,7 +134,7 @@ class StorageTable:
         watch = _StorageReference(storage, self._ended.append)
         watch.key = storage._cdata
         placement = self._placements[watch.key] = Placement(device, address, 0, watch, 0)
-        placement.twin = twin
+        placement.put(twin)
 
     def give_back(self, key: int) -> None:
         """Frees the memory of a storage that lives on without it."""
@@ -175,7 +176,7 @@ class StorageTable:
         placement.address = address
         placement.nbytes = nbytes
         if type(placement.twin) is Uniform:
-            placement.twin = None
+            placement.put(None)
 
     def find(self, storage: Any) -> Placement | None:
         return self._placements.get(storage._cdata)

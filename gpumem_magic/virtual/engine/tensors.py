@@ -9,7 +9,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, WrapperDescriptorType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any, Protocol
 
 import torch
@@ -39,8 +47,6 @@ class TensorEngine(Protocol):
     """What tensors, and kernels of libraries, ask of the engine that runs operators on them."""
 
     mode: OperatorMode
-    # What is known of the functions that come down to one operator (`FunctionCalls`).
-    functions: Any
     fake: HostlessFakeMode
     uninterrupted: Uninterrupted
     computes: bool
@@ -54,11 +60,8 @@ class TensorEngine(Protocol):
 
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any: ...
 
-    def at_once(self, looks: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-        """What a function gives that comes down to one operator, where that is known; else None."""
-
-    def listen(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function, and keeps what it came down to."""
+    def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a function gives where that is found out at once; else NotImplemented."""
 
     def address_of(self, tensor: VirtualTensor) -> int: ...
 
@@ -255,7 +258,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        engine = _engine_among(args, kwargs)
+        engine = engine_of(args[0]) if args and type(args[0]) is VirtualTensor else _engine_among(args, kwargs)
         if engine is None:
             return NotImplemented
         if types != _OURS:
@@ -267,6 +270,10 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         if type(func) is FunctionType:
             func = _behind_a_wrapper(func, sys._getframe(1))
         try:
+            if type(func) is MethodWrapperType and func.__name__ == "__get__":
+                # (An attribute: what C++ runs for one has a tensor among its arguments.)
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args)
             if func in engine.seen:
                 found = engine.otherwise(func, args)
                 if found is not None:
@@ -274,13 +281,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 func = engine.of_device(func, args)
             if engine.computes and type(func) in _OF_C and types == _OURS:
                 # (Which cannot run Python of the program's.)
-                looks = engine.functions.looks(func, args, kwargs)
-                if looks is not None:
-                    found = engine.at_once(looks, args, kwargs)
-                    if found is not None:
-                        return found
-                    with engine.uninterrupted:
-                        return engine.listen(looks, func, args, kwargs or {})
+                found = engine.at_once(func, args, kwargs)
+                if found is not NotImplemented:
+                    return found
             # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
             waits = engine.uninterrupted if is_a(func, _OF_C) else _NOTHING
             with waits, pushed(engine.mode):

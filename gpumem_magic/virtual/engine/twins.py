@@ -49,7 +49,8 @@ class Twins:
     def of(self, placement: Placement, nbytes: int) -> torch.UntypedStorage:
         twin = placement.twin
         if twin is None:
-            twin = placement.twin = _aten.zeros.default((nbytes,), dtype=torch.uint8).untyped_storage()
+            twin = _aten.zeros.default((nbytes,), dtype=torch.uint8).untyped_storage()
+            placement.put(twin)
         elif twin.nbytes() < nbytes:
             twin.resize_(nbytes)
         return twin  # type: ignore[no-any-return]
@@ -94,13 +95,6 @@ class Twins:
             _serve_again(placement, made)
         return made
 
-    def take(self, tensor: Any, result: torch.Tensor) -> None:
-        """Takes over a host tensor's memory, which lies as that of a new device tensor (`has_taken`)."""
-        storage = tensor.untyped_storage()
-        placement = self._table.find(storage) or self._placed(tensor, storage)
-        placement.twin = result.untyped_storage()
-        placement.host = result
-
     def has_taken(self, tensor: Any, result: torch.Tensor) -> bool:
         """Whether `keep` has taken over the memory of a host tensor, which may be used again for the device's."""
         return tensor.layout is torch.strided and self.placement(tensor).host is result
@@ -136,7 +130,7 @@ class Twins:
             if placement.twin._cdata == theirs._cdata:
                 return True
         elif _is_seen_as(tensor, result) and theirs.nbytes() >= storage.nbytes() and not _is_of(theirs._cdata, given):
-            placement.twin = theirs
+            placement.put(theirs)
             _serve_again(placement, result)
             return True
         if tensor.size() != result.size():

@@ -288,7 +288,7 @@ def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:
     return bool(args[1].is_contiguous())
 
 
-@special(_aten.embedding.default, plain=_is_plain_list)
+@special(_aten.embedding.default, plain=_is_plain_list, by_looks=True)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Rows by one list of indices, which is a copy where they do not lie as one."""
     with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else bytes_of(args[1])):
@@ -320,7 +320,7 @@ def _is_floating(engine: Engine, args: Any, kwargs: Any) -> bool:
     return bool(args[0].is_floating_point())
 
 
-@special(*overloads("clamp clamp_min clamp_max"), plain=_is_floating)
+@special(*overloads("clamp clamp_min clamp_max"), plain=_is_floating, by_looks=True)
 def _clamp(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Integers between floating numbers are made floating first."""
     bounds = (*args[1:], *kwargs.values())

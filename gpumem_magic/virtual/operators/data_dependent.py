@@ -116,7 +116,7 @@ def _stays(engine: Engine, args: Any, kwargs: Any) -> bool:
     return target is None or target.type == "cuda"
 
 
-@special(_aten._to_copy.default, plain=_stays)
+@special(_aten._to_copy.default, plain=_stays, by_looks=True)
 def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     # (A number that C++ multiplies known zeros with comes as one.)
     args = with_constants(func, args)
@@ -198,7 +198,7 @@ def _is_within(engine: Engine, args: Any, kwargs: Any) -> bool:
     return isinstance(args[0], VirtualTensor) and isinstance(args[1], VirtualTensor)
 
 
-@special(_aten.copy_.default, plain=_is_within)
+@special(_aten.copy_.default, plain=_is_within, by_looks=True)
 def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target = args[0]
     if isinstance(target, VirtualTensor):

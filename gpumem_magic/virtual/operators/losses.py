@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 
 _NONE, _MEAN = 0, 1
@@ -65,6 +66,6 @@ def _full(args: Any) -> Any:
 
 def _add_up(engine: Engine, reduction: int, shares: Any, result: Any, device: int) -> None:
     func = _aten.mean.default if reduction == _MEAN else _aten.sum.default
-    for size in BESIDE[func](engine, func, (shares,), {}, result, device):
-        with engine.scratch(device, size):
-            pass
+    kernels = BESIDE[func](engine, func, (shares,), {}, result, device)
+    assert isinstance(kernels, Kernels)
+    engine.run_kernels(kernels, device)

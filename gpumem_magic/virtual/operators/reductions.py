@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 
@@ -206,15 +207,15 @@ _OF_ALL = {
 
 
 @special(*KERNELS, table=BESIDE)
-def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> Kernels:
     source, first = args[0], out[0] if isinstance(out, tuple) else out
     if source.layout is not torch.strided or not source.numel():
-        return ()
+        return Kernels((), ())
     kernel = KERNELS[func]
     item, copied = source.element_size(), 0
     if kernel is _TRUTH and source.numel() == 1:
         # One number is converted, and no kernel of a reduction runs.
-        return () if source.dtype == torch.bool else (1,)
+        return Kernels(() if source.dtype == torch.bool else (1,), ())
     half = source.dtype in HALF
     if func in _COUNTS:
         # What is added up are truth values.
@@ -231,11 +232,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     each = _shared(source.shape, source.stride(), dims, item, kernel.at_once, accumulator, processors)
     # Several kernels add to what cannot hold their sum.
     sums = first.numel() * accumulator if len(each) > 1 and half and first.dtype == source.dtype else 0
-    with engine.scratch(device, copied, sums):
-        for shared in filter(None, each):
-            with engine.scratch(device, *shared):
-                pass
-    return ()
+    return Kernels(tuple(filter(None, (copied, sums))), tuple(filter(None, each)))
 
 
 @special(*_COUNTS)

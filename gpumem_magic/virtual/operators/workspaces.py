@@ -65,8 +65,8 @@ class Workspaces:
         self._handles: set[tuple[int, int]] = set()
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
-        """To be called when an operator has its results. Raises out of memory as the device would."""
-        if id(func) not in _BLAS:
+        """To be called when such an operator has its results. Raises out of memory as the device would."""
+        if not takes_after(func):
             return
         if self._outside[device][0]:
             self._library_takes(device)
@@ -124,6 +124,11 @@ class Workspaces:
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), address in persistent.items():
             self._free(device, address)
+
+
+def takes_after(func: Any) -> bool:
+    """Whether an operator is one of the libraries' products."""
+    return id(func) in _BLAS
 
 
 def _in_order(policy: BlasPolicy) -> list[tuple[str, int, bool]]:

@@ -1,8 +1,10 @@
-"""Parts of PyTorch that look at values or at the driver on their own account, and must not while a virtual GPU is on."""
+"""Parts of PyTorch that look at values or at the driver on their own account, and must not while a virtual GPU is on; and what of
+Python's shows that one is."""
 
 from __future__ import annotations
 
 import re
+import signal
 import threading
 import warnings
 from typing import Any
@@ -16,6 +18,7 @@ import torch.profiler
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
+from gpumem_magic.uninterrupted import usual
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks
@@ -31,7 +34,7 @@ _MAY_BE_ZEROS = (
 
 def install(patches: Patches, engine: Engine) -> None:
     """Where the engine computes, tensors on the devices have values, which may be looked at."""
-    for step in (_profiler, _ctc_loss, _devices_of_modules, _convolution_formats):
+    for step in (_profiler, _ctc_loss, _devices_of_modules, _convolution_formats, _signals):
         patches.attempt(step)
     if not engine.computes:
         for step in (_distributions, checks.install):
@@ -74,6 +77,20 @@ def _on_device(distribution: Any) -> bool:
         isinstance(value, VirtualTensor) or (isinstance(value, torch.distributions.Distribution) and _on_device(value))
         for value in distribution.__dict__.values()
     )
+
+
+def _signals(patches: Patches) -> None:
+    """Who asks for the handler of Ctrl-C sees Python's own where the engine's is in its place (asyncio goes by that)."""
+    original_get, original_set = signal.getsignal, signal.signal
+
+    def getsignal(signalnum: Any) -> Any:
+        return usual(original_get(signalnum))
+
+    def set_signal(signalnum: Any, handler: Any) -> Any:
+        return usual(original_set(signalnum, handler))
+
+    patches.set(signal, "getsignal", getsignal)
+    patches.set(signal, "signal", set_signal)
 
 
 def _profiler(patches: Patches) -> None:
