@@ -5,7 +5,7 @@
 The programs are in `basics`, `numerics`, `networks`, `modern` and `deciding`: small ones in the shape of PyTorch's tutorials and
 examples, each a function of the device. They print losses, predictions, choices and counts; what they print must be the same to
 the last digit that is printed. ``--ways`` runs them with stand-ins and with values=auto instead, and says which go another way
-than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors of 1 to 16
+than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors of 1 to 8
 MiB, and the steps of the programs in `heavy`, whose tensors are above 1 MiB, on the host and on the virtual GPU, in turn. It says
 which take at most twice as long.
 """

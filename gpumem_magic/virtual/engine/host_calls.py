@@ -146,6 +146,11 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
     return _in_wider_type(func, args, kwargs)
 
 
+def lacks_kernel(error: RuntimeError) -> bool:
+    """Whether the host has no kernel for a call, which `computed` may make up for."""
+    return isinstance(error, NotImplementedError) or _lacks_type(error)
+
+
 def _lacks_type(error: RuntimeError) -> bool:
     """Whether the host has a kernel, but for other types."""
     return "not implemented for" in str(error) or "doesn't support tensors of type" in str(error)
