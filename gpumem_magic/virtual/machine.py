@@ -52,6 +52,7 @@ from gpumem_magic.virtual.operators import (
     cudnn,
     encoder_layers,
     gradients_that_meet,
+    jagged,
     kept_inputs,
     recurrent,
     workspaces,
@@ -324,6 +325,7 @@ class VirtualMachine:
             versions = [self.torch_version(gpu.index) for gpu in self._devices]
             attempt(self._autocast.install, versions)
             attempt(self.attention.install)
+            attempt(jagged.install, self.capability)
             attempt(composites.install)
             attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)

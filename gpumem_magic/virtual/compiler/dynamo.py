@@ -10,6 +10,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import jagged
 from gpumem_magic.virtual.operators.factories import Factories
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -31,6 +32,13 @@ def install(patches: Patches, factories: Factories) -> None:
     def infer_subclass_type(value: Any) -> Any:
         return None if type(value) is VirtualTensor else plain_subclass(value)
 
+    def wrap(self: Any, value: torch.Tensor) -> Any:
+        if jagged.is_ours(value):
+            unsupported = importlib.import_module("torch._dynamo.exc").Unsupported
+            raise unsupported("nested tensors on a virtual GPU are not compiled")
+        return wrap_tensor(self, value)
+
+    patches.set(builder.VariableBuilder, "wrap_tensor", wrap)
     patches.set(builder.VariableBuilder, "_type_dispatch", classmethod(type_dispatch))
     patches.set(builder, "infer_subclass_type", infer_subclass_type)
     rules = importlib.import_module("torch._dynamo.trace_rules")

@@ -79,7 +79,6 @@ def with_dispatch_of_its_own(types: Any) -> bool:
             not issubclass(kind, FakeTensor)
             and kind is not torch.Tensor
             and kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-            and kind.__name__ != "NestedTensor"
         ):
             return True
     return False

@@ -51,6 +51,23 @@ def choose(
     enable_gqa: bool,
 ) -> str:
     """Which kernel CUDA takes: "flash", "efficient", "math" or "cudnn". Raises CUDA's RuntimeError where none is allowed."""
+    fits = fitting(capability, query, key, value, mask, is_causal, enable_gqa)
+    for kernel in _order():
+        if kernel in fits:
+            return kernel
+    raise RuntimeError("No available kernel. Aborting execution.")
+
+
+def fitting(
+    capability: tuple[int, int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> set[str]:
+    """The kernels that CUDA could take, of those that the program allows."""
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
     not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
@@ -77,10 +94,7 @@ def choose(
             learned_mask = mask is not None and mask.requires_grad
             if capability >= (8, 0) and query.dtype in HALF and sized and not learned_mask:
                 fits.add(CUDNN)
-    for kernel in _order():
-        if kernel in fits:
-            return kernel
-    raise RuntimeError("No available kernel. Aborting execution.")
+    return fits
 
 
 def _order() -> list[str]:

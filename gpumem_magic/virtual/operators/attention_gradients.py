@@ -116,14 +116,18 @@ def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
 
 @special(_EFFICIENT[1], table=BESIDE)
 def _plain(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    query, key, value, dropout = args[1], args[2], args[3], args[11]
+    query, key, value, ends, dropout = args[1], args[2], args[3], args[6], args[11]
     batch, queries, heads, size = query.shape
     shape = Heads(batch, heads, queries, key.shape[1], size)
-    return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout))
+    # Of sequences one after the other each has a part as large as the longest one's.
+    each = shape if ends is None else shape._replace(batch=ends.shape[0] - 1, queries=args[8], keys=args[9])
+    return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout), each)
 
 
-def _efficient(engine: Engine, device: int, shape: Heads, width: int, dtype: Any, dropout: bool) -> tuple[int, ...]:
-    """width: of a row of the result."""
+def _efficient(
+    engine: Engine, device: int, shape: Heads, width: int, dtype: Any, dropout: bool, each: Heads | None = None
+) -> tuple[int, ...]:
+    """width: of a row of the result. each: the shape by which the kernel works, where it is another."""
     half, capability = dtype in HALF, engine.memory.capability(device)
     kernel = kernel_for(capability, half, max(shape.size, width), dropout)
     sums = shape.batch * shape.heads * shape.queries * _FLOAT
@@ -135,7 +139,7 @@ def _efficient(engine: Engine, device: int, shape: Heads, width: int, dtype: Any
     with ExitStack() as workspace, ExitStack() as sums_of_rows:
         with engine.scratch(device, *products):
             sums_of_rows.enter_context(engine.scratch(device, sums))
-        workspace.enter_context(engine.scratch(device, workspace_bytes(shape, kernel, half)))
+        workspace.enter_context(engine.scratch(device, workspace_bytes(each or shape, kernel, half)))
     return ()
 
 
@@ -145,17 +149,35 @@ def _efficient(engine: Engine, device: int, shape: Heads, width: int, dtype: Any
 def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     query, key = args[1], args[2]
     if query.dim() != 4:
-        return []
+        return _flash_of_rows(engine, args, device)
     scaled = func is _aten._scaled_dot_product_flash_attention_backward.default
     batch, heads, queries = query.shape[0], query.shape[1 if scaled else 2], query.shape[2 if scaled else 1]
     keys, shared = key.shape[2 if scaled else 1], key.shape[1 if scaled else 2]
-    size = query.shape[-1]
-    size = _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
     rows = batch * heads * _parts(queries, _FLASH_ROWS) * _FLASH_ROWS
-    # The deterministic kernel adds up one copy for each group of blocks that run at a time.
-    processors = engine.memory.processors(device)[0]
-    copies = _parts(processors, batch * heads) if torch.are_deterministic_algorithms_enabled() else 1
-    blocks = [rows * _FLOAT, copies * rows * size * _FLOAT]
+    blocks = [rows * _FLOAT, _copies(engine, device, batch * heads) * rows * _rounded(query.shape[-1]) * _FLOAT]
     if shared != heads:
         blocks += [batch * keys * heads * query.shape[-1] * query.element_size()] * 2
     return blocks
+
+
+def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
+    """Of sequences one after the other (`mha_varlen_bwd`), each of which may end within a block of rows."""
+    query, key, ends = args[1], args[2], args[6]
+    if query.dim() != 3 or ends is None:
+        return []
+    (tokens, heads, size), batch = query.shape, ends.shape[0] - 1
+    rows = heads * (tokens + _FLASH_ROWS * batch)
+    blocks = [rows * _FLOAT, _copies(engine, device, batch * heads) * rows * _rounded(size) * _FLOAT]
+    if key.shape[1] != heads:
+        blocks += [key.shape[0] * heads * size * query.element_size()] * 2
+    return blocks
+
+
+def _rounded(size: int) -> int:
+    return _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
+
+
+def _copies(engine: Engine, device: int, heads: int) -> int:
+    """Of the query's gradient: the deterministic kernel adds up one for each group of blocks that run at a time."""
+    processors = engine.memory.processors(device)[0]
+    return _parts(processors, heads) if torch.are_deterministic_algorithms_enabled() else 1

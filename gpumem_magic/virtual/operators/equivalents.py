@@ -6,6 +6,8 @@ numbers, reserves of cuDNN's) is left empty. Random numbers are drawn as the hos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,6 +177,92 @@ def _efficient_backward(
     dropout_p: float, wanted: Any, is_causal: bool = False, *, scale: float | None = None,
 ) -> Any:  # fmt: skip
     return _AttentionCall(query, key, value, bias, is_causal, scale, noise).backward(gradient, out, sums, wanted[3])
+
+
+# ---- the same for sequences one after the other, as nested tensors have them: [tokens, heads, size], with where each ends
+
+
+def _apart(tensor: Any, ends: Any) -> list[Any]:
+    places = ends.tolist()
+    return [tensor[first:last].transpose(0, 1).unsqueeze(0) for first, last in pairwise(places)]
+
+
+def _together(parts: Sequence[Any]) -> Any:
+    return torch.cat([part.squeeze(0).transpose(0, 1) for part in parts])
+
+
+def _each(
+    query: Any, key: Any, value: Any, ends: tuple[Any, Any], noises: Sequence[Any], is_causal: bool, scale: float | None
+) -> list[_AttentionCall]:
+    """A call for each sequence. ends: of queries, and of keys."""
+    parts = zip(_apart(query, ends[0]), _apart(key, ends[1]), _apart(value, ends[1]), noises, strict=True)
+    return [_AttentionCall(q, k, v, None, is_causal, scale, noise) for q, k, v, noise in parts]
+
+
+def _noises(query: Any, key: Any, ends: tuple[Any, Any], p: float) -> list[Any]:
+    return [_noise(q, k, p) for q, k in zip(_apart(query, ends[0]), _apart(key, ends[1]), strict=True)]
+
+
+@equivalent(_aten._flash_attention_forward.default, gives=2)
+def _flash_of_sequences(
+    query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, max_q: Any, max_k: Any, dropout_p: float, is_causal: bool,
+    *_: Any, scale: float | None = None, **__: Any,
+) -> Any:  # fmt: skip
+    ends = ends_q, ends_k
+    noises = _noises(query, key, ends, dropout_p)
+    found = [one.forward() for one in _each(query, key, value, ends, noises, is_causal, scale)]
+    sums = torch.cat([sums[0, :, : out.shape[2]] for out, sums in found], -1)
+    return (_together([out for out, _ in found]), sums, *[None] * 3), noises
+
+
+@equivalent(_aten._flash_attention_backward.default, takes=12)
+def _flash_of_sequences_backward(
+    noises: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, ends_q: Any, ends_k: Any, max_q: Any,
+    max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    places = ends_q.tolist()
+    rows = [sums[None, :, first:last] for first, last in pairwise(places)]
+    return _backward_of_sequences(noises, gradient, query, key, value, out, rows, (ends_q, ends_k), is_causal, scale)
+
+
+def _backward_of_sequences(
+    noises: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, rows: Sequence[Any], ends: tuple[Any, Any],
+    is_causal: bool, scale: float | None,
+) -> list[Any]:  # fmt: skip
+    calls = _each(query, key, value, ends, noises, is_causal, scale)
+    parts = zip(calls, _apart(gradient, ends[0]), _apart(out, ends[0]), rows, strict=True)
+    found = [call.backward(of_out, its, sums, False)[:3] for call, of_out, its, sums in parts]
+    return [_together(several) for several in zip(*found, strict=True)]
+
+
+@equivalent(_aten._efficient_attention_forward.default, gives=1)
+def _efficient_of_sequences(
+    query: Any, key: Any, value: Any, bias: Any, ends_q: Any, ends_k: Any, max_q: Any, max_k: Any, dropout_p: float,
+    mask_kind: int, wanted: bool = False, *, scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    if ends_q is None or bias is not None or mask_kind > 1:
+        raise NotImplementedError("the host has it for sequences one after the other only")
+    ends = ends_q, ends_k
+    query, key, value = query[0], key[0], value[0]
+    noises = _noises(query, key, ends, dropout_p)
+    found = [one.forward() for one in _each(query, key, value, ends, noises, mask_kind == 1, scale)]
+    width = -(-max_q // 32) * 32
+    sums = torch.cat([F.pad(sums[..., : out.shape[2]], (0, width - out.shape[2])) for out, sums in found])
+    return (_together([out for out, _ in found])[None], sums if wanted else None, *[None] * 4), noises
+
+
+@equivalent(_aten._efficient_attention_backward.default, takes=10)
+def _efficient_of_sequences_backward(
+    noises: Any, gradient: Any, query: Any, key: Any, value: Any, bias: Any, out: Any, ends_q: Any, ends_k: Any, max_q: Any,
+    max_k: Any, sums: Any, dropout_p: float, seed: Any, offset: Any, mask_kind: int, *rest: Any,
+    scale: float | None = None, **_: Any,
+) -> Any:  # fmt: skip
+    places = ends_q.tolist()
+    rows = [sums[number : number + 1, :, : last - first] for number, (first, last) in enumerate(pairwise(places))]
+    gradient, query, key, value, out = (one[0] for one in (gradient, query, key, value, out))
+    ends = ends_q, ends_k
+    found = _backward_of_sequences(noises, gradient, query, key, value, out, rows, ends, mask_kind == 1, scale)
+    return [*(one[None] for one in found), None]
 
 
 @equivalent(_aten._scaled_dot_product_cudnn_attention.default, gives=6)

@@ -29,7 +29,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators import growing
+from gpumem_magic.virtual.operators import growing, jagged
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 # Their result begins with no element.
@@ -114,11 +114,11 @@ def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> to
 
 def _check_kind(tensor: torch.Tensor) -> None:
     """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
-    if tensor.is_nested:
-        refuse_to_hold("a nested tensor")
+    if tensor.is_nested and tensor.layout is not torch.jagged:
+        jagged.refuse_strided()
     if tensor.is_quantized:
         _quantised()
-    if tensor.layout not in (torch.strided, torch.sparse_coo):
+    if tensor.layout not in (torch.strided, torch.sparse_coo, torch.jagged):
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
 
 
@@ -345,9 +345,11 @@ class Factories:
     def _no_nested(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def nested_tensor(tensor_list: Any, *args: Any, **kwargs: Any) -> Any:
             """PyTorch would look for a driver."""
+            if kwargs.get("layout") is torch.jagged:
+                return original(tensor_list, *args, **kwargs)
             listed = tensor_list if isinstance(tensor_list, (list, tuple)) else ()
             if self.index_of(kwargs.get("device")) is not None or any(isinstance(one, VirtualTensor) for one in listed):
-                refuse_to_hold("a nested tensor")
+                jagged.refuse_strided()
             return original(tensor_list, *args, **kwargs)
 
         return nested_tensor
@@ -423,6 +425,8 @@ class Factories:
                 # The class has its word first, and comes back without it.
                 return torch.overrides.handle_torch_function(torch.Tensor.to, (self,), self, *args, **kwargs)
             _check_kind(self)
+            if self.layout is torch.jagged:
+                return jagged.moved(self, index, args, kwargs)
             # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
             device = torch.device("meta", index)
             if args:

@@ -1,0 +1,137 @@
+"""Nested tensors in the jagged layout, on a virtual GPU: PyTorch's own class, around values and offsets that lie there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+
+LENGTHS = (3, 5, 7)
+TOKENS = sum(LENGTHS)
+
+
+@pytest.fixture(params=["A100,torch=2.13", "A100,torch=2.13,values=real"])
+def machine(request: pytest.FixtureRequest) -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on(request.param)
+    gpu.turn_off()
+
+
+def rows(width: int = 64, *, on: str = "cuda") -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(length, width, device=on) for length in LENGTHS]
+
+
+def nested(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.nested_tensor(parts, layout=torch.jagged)
+
+
+def blocks(*bytes_: int) -> int:
+    return sum(-(-one // 512) * 512 for one in bytes_)
+
+
+def test_it_takes_what_its_values_and_offsets_take(machine: gpu.VirtualMachine) -> None:
+    parts = rows()
+    before = torch.cuda.memory_allocated()
+    made = nested(parts)
+    assert torch.cuda.memory_allocated() - before == blocks(TOKENS * 64 * 4, (len(LENGTHS) + 1) * 8)
+    assert made.device == torch.device("cuda", 0)
+    assert made.is_cuda
+    assert made.is_nested
+    assert [one.shape[0] for one in made.unbind()] == [*LENGTHS]
+    before = torch.cuda.memory_allocated()
+    more = made + made
+    assert torch.cuda.memory_allocated() - before == blocks(TOKENS * 64 * 4)
+    assert more.shape == made.shape
+    padded = torch.nested.to_padded_tensor(made, 0.0)
+    assert padded.shape == (3, 7, 64)
+
+
+def test_a_layer_with_attention_learns(machine: gpu.VirtualMachine) -> None:
+    """By the kernels for sequences one after the other, as the card would choose them (`torch.nested._internal.sdpa`)."""
+    project = torch.nn.Linear(64, 3 * 64).cuda().half()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.unflatten(-1, (4, 16)).transpose(1, 2) for part in project(x.to(torch.float16)).chunk(3, dim=-1)
+        )
+        return F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+
+    out = attend(nested(rows()))
+    assert out.values().shape == (TOKENS, 64)
+    out.values().sum().backward()
+    assert project.weight.grad is not None
+    assert project.weight.grad.shape == project.weight.shape
+
+
+def test_real_values_are_those_of_the_host() -> None:
+    project = torch.nn.Linear(64, 32)
+    expected = project(nested(rows(on="cpu"))).relu().values().sum()
+    gpu.turn_on("A100,values=real")
+    try:
+        found = project.cuda()(nested([one.cuda() for one in rows(on="cpu")])).relu().values().sum()
+        assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    finally:
+        gpu.turn_off()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_is_that_of_each_sequence(dtype: torch.dtype, is_causal: bool) -> None:
+    """Flash attention's kernel in half precision, the memory-efficient one in float32."""
+    parts = [one.unflatten(-1, (4, 16)).to(dtype) for one in rows(on="cpu")]
+    weights = [torch.randn_like(one) for one in parts]
+    leaves = [one.clone().requires_grad_() for one in parts]
+    expected = [
+        F.scaled_dot_product_attention(*[leaf.transpose(0, 1)[None]] * 3, is_causal=is_causal)[0].transpose(0, 1)
+        for leaf in leaves
+    ]
+    torch.autograd.backward(expected, weights)
+    gpu.turn_on("A100,values=real")
+    try:
+        values = torch.cat(parts).cuda().requires_grad_()
+        ends = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0).tolist()]).cuda()
+        query = torch.nested.nested_tensor_from_jagged(values, ends).transpose(1, 2)
+        out = F.scaled_dot_product_attention(query, query, query, is_causal=is_causal).transpose(1, 2).values()
+        out.backward(torch.cat(weights).cuda())
+        close = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.float16 else {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(out.cpu(), torch.cat(expected), **close)
+        assert values.grad is not None
+        gradients = torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None])
+        torch.testing.assert_close(values.grad.cpu(), gradients, **close)
+    finally:
+        gpu.turn_off()
+
+
+def test_it_moves_to_the_device_and_back(machine: gpu.VirtualMachine) -> None:
+    on_host = nested(rows(on="cpu"))
+    there = on_host.cuda()
+    assert there.device.type == "cuda"
+    # Of one shape, so that the two go together.
+    assert there.shape == on_host.shape
+    assert there.to("cpu").device.type == "cpu"
+    assert there.to(torch.bfloat16).values().dtype == torch.bfloat16
+
+
+def test_compiled_code_with_them_runs_eagerly(machine: gpu.VirtualMachine) -> None:
+    project = torch.nn.Linear(64, 32).cuda()
+    out = torch.compile(lambda x: project(x).relu())(nested(rows()))
+    assert out.values().shape == (TOKENS, 32)
+
+
+def test_the_strided_layout_is_refused_in_one_line(machine: gpu.VirtualMachine) -> None:
+    with pytest.raises(NotImplementedError, match=r"nested tensor in the strided layout. Use layout=torch\.jagged or"):
+        torch.nested.nested_tensor(rows())
+
+
+def test_everything_is_undone() -> None:
+    attention = pytest.importorskip("torch.nested._internal.sdpa")
+    before = attention.can_use_flash_attention, torch.Tensor._make_wrapper_subclass
+    gpu.turn_on("A100")
+    nested(rows())
+    gpu.turn_off()
+    assert (attention.can_use_flash_attention, torch.Tensor._make_wrapper_subclass) == before
+    assert nested(rows(on="cpu")).device.type == "cpu"
