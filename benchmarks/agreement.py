@@ -173,10 +173,11 @@ def ours(case: Case, hooks: bool = False) -> Bytes:
 
 
 def _forget_operators() -> None:
-    """An engine asks each operator's rules once."""
+    """An engine asks each operator's rules once, and remembers what calls that look the same took."""
     machine = machines.in_use()
     if machine is not None:
         machine.engine._met.clear()  # type: ignore[attr-defined]
+        machine.engine.alike.forget()  # type: ignore[attr-defined]
 
 
 @contextmanager

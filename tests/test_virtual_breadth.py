@@ -384,11 +384,6 @@ def test_averages_scripts_and_optimizers_that_look_back() -> None:
     optimizer.step(closure)
 
 
-def test_nested_tensors_say_what_to_do_instead() -> None:
-    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot hold a nested tensor.*Use dense \(padded\)"):
-        torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], device="cuda", layout=torch.jagged)
-
-
 def test_operators_of_the_compiler_run_or_say_what_to_do_instead() -> None:
     class Strange(torch._ops.HigherOrderOperator):
         def __init__(self) -> None:
