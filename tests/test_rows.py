@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import report_samples as samples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -180,11 +181,12 @@ def test_calls_of_two_kinds_that_are_put_together_keep_their_own_numbers() -> No
     assert [entry.turns for entry in joined] == [len(entry.rows) for entry in joined]
 
 
-def test_a_thousand_calls_of_modules_that_take_turns_are_no_thousand_lines() -> None:
-    """Calls in another thread, as in a program of remote calls: no statement and no loop is known of them."""
+@pytest.mark.parametrize("statement", ["", "thread.join()"])
+def test_a_thousand_calls_of_modules_that_take_turns_are_no_thousand_lines(statement: str) -> None:
+    """Calls in another thread, as in a program of remote calls: no loop is known of them, and no statement of their own."""
     names = ("forward of Model", "forward of Loss", "backward of Loss")
     parts = tuple(
-        samples.row("", samples.state(activations=20 + place % 3), kind="part", label=names[place % 3])
+        samples.row(statement, samples.state(activations=20 + place % 3), kind="part", label=names[place % 3])
         for place in range(3000)
     )
     report = report_of([state(4, 20)])

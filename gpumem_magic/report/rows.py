@@ -109,8 +109,16 @@ def telling_parts(row: Row) -> tuple[Row, ...]:
 
 def function_of(row: Row) -> str:
     """The function of the program's that a statement is in, with what stands behind it in the label: ``train: ``, or ""."""
-    head = row.statement.strip().partition("\n")[0]
-    return row.label.removesuffix(head) if row.label.endswith(head) else ""
+    return row.label.removesuffix(_head(row)) if row.label.endswith(_head(row)) else ""
+
+
+def shows_statement(row: Row) -> bool:
+    """Whether it is called by its statement; a phase or a mark has a name of its own."""
+    return bool(_head(row)) and row.label.endswith(_head(row))
+
+
+def _head(row: Row) -> str:
+    return row.statement.strip().partition("\n")[0]
 
 
 def _move(row: Row, before: Row | None, categories: Sequence[str]) -> int:
@@ -379,6 +387,6 @@ def _joint(place: _Place, chosen: Container[int]) -> tuple[bool, tuple[int, ...]
     if id(place) not in chosen:
         return None
     first = place.entry.rows[0]
-    # A phase or a mark has no statement, and those of different names stand side by side.
-    function = "" if place.entry.turns or not first.statement else function_of(first)
+    # Phases and marks of different names stand side by side.
+    function = function_of(first) if shows_statement(first) and not place.entry.turns else ""
     return place.entry.turns > 0, first.loops, function

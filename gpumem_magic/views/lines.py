@@ -13,7 +13,19 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from gpumem_magic.report.model import CATEGORIES, ReportData, Row
-from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, STILL, TURN, Entry, function_of, opened, telling_parts
+from gpumem_magic.report.rows import (
+    ALIKE,
+    MOST,
+    REST,
+    ROW,
+    STILL,
+    TURN,
+    Entry,
+    function_of,
+    opened,
+    shows_statement,
+    telling_parts,
+)
 from gpumem_magic.units import MIB, amount, counted
 
 _USUAL, _NARROWEST, _WIDEST = 100, 60, 160
@@ -109,7 +121,8 @@ def words_of(entry: Entry) -> str:
     if entry.kind == STILL:
         return f"{_lines_of(entry)}: {little(entry)}"
     if not entry.turns:
-        return f"{_lines_of(entry)} ({len(entry.rows)} statements)" if entry.rows[0].statement else _parts_of(entry)
+        is_of_lines = shows_statement(entry.rows[0])
+        return f"{_lines_of(entry)} ({len(entry.rows)} statements)" if is_of_lines else _parts_of(entry)
     words = turns_in_words(entry)
     if not entry.in_call:
         return words
