@@ -106,6 +106,21 @@ def test_attention_is_that_of_each_sequence(dtype: torch.dtype, is_causal: bool)
         gpu.turn_off()
 
 
+def test_the_kernel_for_sequences_of_one_length_is_refused_in_one_line_with_real_values() -> None:
+    """`xformers` calls it; the host computes it for sequences one after the other."""
+    gpu.turn_on("A100,values=real")
+    try:
+        query = torch.randn(2, 15, 4, 16, device="cuda")
+        with pytest.raises(
+            NotImplementedError, match=r"values=real cannot compute .*_efficient_attention_forward.*Run this"
+        ):
+            torch.ops.aten._efficient_attention_forward(
+                query, query, query, None, None, None, None, None, 0.0, 0, False
+            )
+    finally:
+        gpu.turn_off()
+
+
 def test_it_moves_to_the_device_and_back(machine: gpu.VirtualMachine) -> None:
     on_host = nested(rows(on="cpu"))
     there = on_host.cuda()

@@ -20,9 +20,10 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler.settings import configure
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta, is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.torch_face.wrappers import PARAMETERS
 
 # Where `_make_wrapper_subclass` takes the device, and whether C++ asks for it each time.
-_DEVICE, _ASKED = 6, 10
+_DEVICE, _ASKED = map(PARAMETERS.index, ("device", "dispatch_device"))
 
 
 def install(patches: Patches) -> None:

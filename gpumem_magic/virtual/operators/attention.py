@@ -41,17 +41,8 @@ FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 
 
-def choose(
-    capability: tuple[int, int],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> str:
-    """Which kernel CUDA takes: "flash", "efficient", "math" or "cudnn". Raises CUDA's RuntimeError where none is allowed."""
-    fits = fitting(capability, query, key, value, mask, is_causal, enable_gqa)
+def first_of(fits: set[str]) -> str:
+    """Which of the kernels that are `fitting` CUDA takes. Raises CUDA's RuntimeError where none is allowed."""
     for kernel in _order():
         if kernel in fits:
             return kernel
@@ -67,7 +58,7 @@ def fitting(
     is_causal: bool,
     enable_gqa: bool,
 ) -> set[str]:
-    """The kernels that CUDA could take, of those that the program allows."""
+    """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn"."""
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
     not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
@@ -147,7 +138,7 @@ class Attention:
         """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
-        kernel = choose(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa)
+        kernel = first_of(fitting(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa))
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, self._version_of(device))
         if kernel == MATH:

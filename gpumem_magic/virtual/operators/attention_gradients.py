@@ -154,10 +154,7 @@ def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
     batch, heads, queries = query.shape[0], query.shape[1 if scaled else 2], query.shape[2 if scaled else 1]
     keys, shared = key.shape[2 if scaled else 1], key.shape[1 if scaled else 2]
     rows = batch * heads * _parts(queries, _FLASH_ROWS) * _FLASH_ROWS
-    blocks = [rows * _FLOAT, _copies(engine, device, batch * heads) * rows * _rounded(query.shape[-1]) * _FLOAT]
-    if shared != heads:
-        blocks += [batch * keys * heads * query.shape[-1] * query.element_size()] * 2
-    return blocks
+    return _of_flash(engine, device, query, batch * heads, rows, batch * keys * heads if shared != heads else 0)
 
 
 def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
@@ -165,19 +162,17 @@ def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
     query, key, ends = args[1], args[2], args[6]
     if query.dim() != 3 or ends is None:
         return []
-    (tokens, heads, size), batch = query.shape, ends.shape[0] - 1
+    (tokens, heads, _), batch = query.shape, ends.shape[0] - 1
     rows = heads * (tokens + _FLASH_ROWS * batch)
-    blocks = [rows * _FLOAT, _copies(engine, device, batch * heads) * rows * _rounded(size) * _FLOAT]
-    if key.shape[1] != heads:
-        blocks += [key.shape[0] * heads * size * query.element_size()] * 2
-    return blocks
+    return _of_flash(engine, device, query, batch * heads, rows, key.shape[0] * heads if key.shape[1] != heads else 0)
 
 
-def _rounded(size: int) -> int:
-    return _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
-
-
-def _copies(engine: Engine, device: int, heads: int) -> int:
-    """Of the query's gradient: the deterministic kernel adds up one for each group of blocks that run at a time."""
+def _of_flash(engine: Engine, device: int, query: Any, heads: int, rows: int, expanded: int) -> list[int]:
+    """rows: of all heads, in whole blocks. expanded: those of keys whose heads several queries share, apart for each query's."""
+    size = query.shape[-1]
+    rounded = _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
+    # The deterministic kernel adds up one copy for each group of blocks that run at a time.
     processors = engine.memory.processors(device)[0]
-    return _parts(processors, heads) if torch.are_deterministic_algorithms_enabled() else 1
+    copies = _parts(processors, heads) if torch.are_deterministic_algorithms_enabled() else 1
+    blocks = [rows * _FLOAT, copies * rows * rounded * _FLOAT]
+    return blocks + [expanded * size * query.element_size()] * 2 if expanded else blocks

@@ -33,8 +33,6 @@ _FLOAT32 = """
     upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest3d
     upsample_trilinear3d
 """
-# The same, since when: (the headers of 2.12 and 2.13 have it, that of 2.11 does not).
-_FLOAT32_LATER, _LATER = "rms_norm", (2, 12)
 # Computed in float32 by asking the operator for that result type: its argument is not copied.
 _FLOAT32_RESULT = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
 _WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
@@ -61,7 +59,6 @@ class AutocastKernels:
         policies: dict[str, Callable[[Any], Callable[..., Any]]] = {
             _LOWER: self._lower,
             _FLOAT32: self._float32,
-            _FLOAT32_LATER: self._float32_later,
             _FLOAT32_RESULT: self._float32_result,
             _WIDEST: self._widest,
         }
@@ -87,17 +84,6 @@ class AutocastKernels:
 
     def _float32(self, operator: Any) -> Callable[..., Any]:
         return self._cast_first(operator, lambda given: torch.float32)
-
-    def _float32_later(self, operator: Any) -> Callable[..., Any]:
-        cast = self._float32(operator)
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            if self._torch_version(args[0].device.index or 0) >= _LATER:
-                return cast(*args, **kwargs)
-            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast):
-                return operator(*args, **kwargs)
-
-        return kernel
 
     def _widest(self, operator: Any) -> Callable[..., Any]:
         def widest(given: tuple[Any, ...]) -> torch.dtype:

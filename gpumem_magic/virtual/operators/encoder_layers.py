@@ -74,7 +74,7 @@ def _attend(
     if query is key and key is value and fits and not need_weights and mask is None:
         split = query.view(batch, length, heads, width).transpose(1, 2)
         capability = torch.cuda.get_device_capability(query.device)
-        kernel = attention.choose(capability, split, split, split, None, False, False)
+        kernel = attention.first_of(attention.fitting(capability, split, split, split, None, False, False))
         if kernel in (attention.FLASH, attention.EFFICIENT):
             parts = F.linear(query, qkv_weight, qkv_bias).view(batch, length, 3, heads, width)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind()

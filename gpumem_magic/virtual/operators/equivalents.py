@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.engine.host_calls import equivalent, with_gradients
+from gpumem_magic.virtual.engine.host_calls import equivalent, refuse_to_compute, with_gradients
 
 # ---- dropout
 
@@ -241,7 +241,7 @@ def _efficient_of_sequences(
     mask_kind: int, wanted: bool = False, *, scale: float | None = None, **_: Any,
 ) -> Any:  # fmt: skip
     if ends_q is None or bias is not None or mask_kind > 1:
-        raise NotImplementedError("the host has it for sequences one after the other only")
+        refuse_to_compute(_aten._efficient_attention_forward.default, "the host has no kernel for it")
     ends = ends_q, ends_k
     query, key, value = query[0], key[0], value[0]
     noises = _noises(query, key, ends, dropout_p)

@@ -20,10 +20,11 @@ from gpumem_magic.virtual.engine.tensors import OWN, VirtualKind, VirtualTensor
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
 # The arguments of `_make_wrapper_subclass`, in their order.
-_PARAMETERS = (
+PARAMETERS = (
     "size", "strides", "storage_offset", "memory_format", "dtype", "layout", "device", "pin_memory", "requires_grad",
     "dispatch_sizes_strides_policy", "dispatch_device", "dispatch_layout", "_extra_dispatch_keys", "storage_size",
 )  # fmt: skip
+_PLACE = PARAMETERS.index("device")
 _JAGGED = "NestedTensor"
 
 
@@ -32,15 +33,16 @@ def install(patches: Patches) -> None:
     known: set[type] = set()
 
     def make(cls: type, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(_PARAMETERS, args, strict=False)), **kwargs}
-        device = given.get("device")
-        asked = given.get("dispatch_device") and cls.__name__ != _JAGGED
-        if device is None or asked or torch.device(device).type != "cuda":
+        device = args[_PLACE] if len(args) > _PLACE else kwargs.get("device")
+        if device is None or torch.device(device).type != "cuda":
+            return original(cls, *args, **kwargs)
+        given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
+        if given.get("dispatch_device") and cls.__name__ != _JAGGED:
             return original(cls, *args, **kwargs)
         index = torch.device(device).index
         index = torch.cuda.current_device() if index is None else index
         told = {"device": torch.device("meta", index), "dispatch_device": False}
-        shapes = [given.pop(name) for name in _PARAMETERS[:2] if name in given]
+        shapes = [given.pop(name) for name in PARAMETERS[:2] if name in given]
         wrapper = original(cls, *shapes, **{**given, **told})
         wrapper.__dict__[_DEVICE] = index
         if cls not in known:
