@@ -874,6 +874,16 @@ GUILTY += [
         "int64",
     ),
     Case("float32_copy", (HALF, "logits = head(hidden).float()\np = logits.softmax(-1)"), "from float16 to float32"),
+    Case(
+        "float32_copy",
+        (
+            "x = torch.randn(16, 32, 128, 128, device='cuda')\n"
+            "model = nn.Sequential(nn.Conv2d(32, 32, 1), nn.GroupNorm(4, 32), nn.Conv2d(32, 4, 1)).cuda()",
+            "with torch.autocast('cuda', dtype=torch.bfloat16):\n    y = model(x)\ny.sum().backward()",
+        ),
+        "runs `group_norm` in float32, as autocast has it",
+        device="A100-40GB,cudnn=none",
+    ),
     # huggingface/transformers#30860
     Case(
         "all_positions",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from causes_cells import Notebook, notebook
 
 from gpumem_magic.recording.inside import MOST, FunctionRewriter, InsideError, find_function
@@ -173,3 +174,25 @@ def test_one_bad_name_leaves_the_others_as_they_were() -> None:
     with pytest.raises(InsideError):
         inside.install()
     assert good.__code__ is code
+
+
+def test_a_model_stands_for_its_forward() -> None:
+    class Net(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+    net = Net()
+    assert find_function("net", {"net": net}) is Net.forward
+    assert find_function("Net.forward", {"Net": Net}) is Net.forward
+    net.forward = lambda x: x  # type: ignore[method-assign]
+    assert find_function("net", {"net": net}) is net.forward
+
+
+def test_a_class_is_told_to_name_its_function() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.steps = 0
+
+    with pytest.raises(InsideError, match=r"--into Trainer: Trainer is a class: name one of its functions"):
+        find_function("Trainer", {"Trainer": Trainer})
+    assert find_function("Trainer.__init__", {"Trainer": Trainer}) is Trainer.__init__

@@ -18,7 +18,7 @@ from gpumem_magic.causes.alike import (
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, shape_words
 
@@ -28,6 +28,8 @@ _TIMES = 4
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
 _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
+# What a program calls to have another type. Under autocast other operators convert what they are given.
+_CONVERSIONS = frozenset({"to", "float", "type", "type_as", "_to_copy"})
 # The dimensions of several images.
 _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
@@ -76,6 +78,17 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             if logits
             else f"Keep it in {width}, or convert it in pieces where float32 is needed."
         )
+        if not logits and last.birth.operator not in _CONVERSIONS and scene.spans(AUTOCAST_ENDS):
+            yield Cause(
+                "float32_copy",
+                f"{made_by(scene, last)} runs `{last.birth.operator}` in float32, as autocast has it: "
+                f"{shape_words(alike.shape)} is {sizes}.",
+                f'In a block with `torch.autocast("cuda", enabled=False)` it stays in {width}; its weights, where '
+                "it has any, must be so, too.",
+                alike.bytes,
+                describes=True,
+            )
+            return
         # What a library does inside is not the program's to change.
         theirs = birth.place is not None and birth.place.file != birth.place.own_file
         yield Cause("float32_copy", f"{text}.", remedy, alike.bytes, describes=theirs and not logits)

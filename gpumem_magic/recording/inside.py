@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, cast
 
+import torch
+
 from gpumem_magic.failures import swallows
-from gpumem_magic.looks.objects import attribute, is_a, name_of_class
+from gpumem_magic.looks.objects import attribute, from_class, inherits, is_a, name_of_class
 from gpumem_magic.recording.as_written import Definition, InCode, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site, with_constants
@@ -76,7 +78,8 @@ class FunctionRewriter:
 
 
 def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType:
-    """The Python function of a name as the notebook writes it (``train_step``, ``utils.train``, ``Trainer.step``).
+    """The Python function of a name as the notebook writes it (``train_step``, ``utils.train``, ``Trainer.step``); a model's
+    is its forward.
 
     Raises InsideError. Nothing of the user's runs: attributes are read from dictionaries.
     """
@@ -91,6 +94,9 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
             thing = inspect.getattr_static(thing, part)
         except AttributeError:
             raise InsideError(f"--into {text}: {first} has no {part!r}") from None
+    if inherits(thing, torch.nn.Module):
+        # What a model does stands in its forward.
+        thing = attribute(thing, "forward") or from_class(type(thing), "forward")
     if is_a(thing, (staticmethod, classmethod)):
         thing = thing.__func__
     if is_a(thing, types.MethodType):
@@ -100,8 +106,10 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
         seen.add(id(wrapped))
         found = wrapped
     if not is_a(found, types.FunctionType):
-        kind = name_of_class(type(thing))
-        raise InsideError(f"--into {text}: a {kind} is no Python function with statements to show")
+        what = f"a {name_of_class(type(thing))} is no Python function with statements to show"
+        if is_a(thing, type):
+            what = f"{text} is a class: name one of its functions, such as {text}.__init__"
+        raise InsideError(f"--into {text}: {what}")
     return cast(types.FunctionType, found)
 
 
