@@ -351,3 +351,17 @@ def test_a_function_that_is_chosen_by_a_tensors_class_is_that_for_tensors() -> N
     # As programs compare them.
     assert type(torch.ones(2, device="cuda")) == torch.Tensor  # noqa: E721
     assert type(torch.ones(2, device="cuda")) in (list, torch.Tensor)
+
+
+def test_a_tensors_class_is_found_in_tables_of_classes() -> None:
+    class Mine(torch.Tensor):
+        """A program's own."""
+
+    tensor = torch.ones(2, device="cuda")
+    own = tensor.as_subclass(Mine)
+    table = {torch.Tensor: "tensor", Mine: "mine", list: "list"}
+    assert [table[type(one)] for one in (tensor, own, torch.ones(2), [])] == ["tensor", "mine", "tensor", "list"]
+    assert type(tensor) in {torch.Tensor, int}
+    assert {type(tensor): 1} == {torch.Tensor: 1}
+    assert len({type(tensor), torch.Tensor, type(own), Mine}) == 2
+    assert type(own) not in {torch.Tensor}

@@ -168,17 +168,6 @@ def test_weights_of_edges_have_gradients() -> None:
 @pytest.mark.parametrize(
     ("operation", "text"),
     [
-        (lambda: torch.eye(3).to_sparse_csr().cuda(), "cannot hold a tensor with layout torch.sparse_csr. Use dense"),
-        (lambda: torch.sparse_csr_tensor([0, 1], [0], [1.0], device="cuda"), "cannot hold a compressed sparse tensor"),
-        (lambda: torch.eye(3, device="cuda").to_sparse_csr(), "layout torch.sparse_csr. Use dense"),
-        (lambda: torch.eye(4, device="cuda").to_sparse_bsr((2, 2)), "layout torch.sparse_bsr. Use dense"),
-        (lambda: matrix("cuda").to_sparse_csc(), "layout torch.sparse_csc. Use dense"),
-        (
-            lambda: torch.sparse_csr_tensor(
-                *(torch.tensor(one, device="cuda") for one in ([0, 1], [0], [1.0])), (1, 1)
-            ),
-            "layout torch.sparse_csr. Use dense",
-        ),
         (lambda: matrix("cuda").cumsum(0), "virtual GPU cannot run aten.cumsum"),
         (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]).cuda(), "cannot hold a nested tensor"),
         (lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8).cuda(), "cannot hold a quantised"),
@@ -192,14 +181,6 @@ def test_what_there_is_no_rule_for_is_refused_in_one_line(operation: Callable[[]
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("values", ["real", "auto"])
-def test_compressed_tensors_are_refused_with_values_too(values: str) -> None:
-    gpu.turn_on(f"T4,values={values}")
-    for dense in (torch.eye(3).cuda(), matrix("cuda")):
-        with pytest.raises(NotImplementedError, match=r"cannot hold a tensor with layout torch\.sparse_csr"):
-            dense.to_sparse_csr()
-
-
 def test_shapes_and_devices_are_checked() -> None:
     with pytest.raises(RuntimeError, match="must match"):
         torch.rand(3, 4, device="cuda").sparse_mask(matrix("cuda"))
@@ -207,3 +188,135 @@ def test_shapes_and_devices_are_checked() -> None:
         matrix("cuda") @ torch.rand(4, 3, device="cuda")
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         matrix("cuda") @ torch.rand(3, 3)
+
+
+# ---- in compressed form
+
+
+def by_rows(device: str) -> torch.Tensor:
+    """[[0, 1, 2], [0, 0, 0], [3, 0, 0], [0, 0, 4]]: where each row begins, which columns, which numbers."""
+    numbers = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    return torch.sparse_csr_tensor([0, 2, 2, 3, 4], [1, 2, 0, 2], numbers, (4, 3), device=device)
+
+
+def looks(result: torch.Tensor) -> Any:
+    if result.layout is torch.strided:
+        return tuple(result.shape), result.dtype
+    return result.layout, tuple(result.shape), result.dtype, result._nnz()
+
+
+OF_ROWS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+    lambda a, x: a @ x,
+    lambda a, x: a @ x[:, 0],
+    lambda a, x: torch.sparse.mm(a, x),
+    lambda a, x: torch.addmm(torch.ones(4, 2, device=x.device), a, x),
+    lambda a, x: a.t() @ torch.ones(4, 2, device=x.device),
+    lambda a, x: torch.ones(2, 4, device=x.device) @ a,
+    lambda a, x: torch.nn.functional.linear(x.t(), a),
+    lambda a, x: a.to_sparse_csc() @ x,
+    lambda a, x: torch.eye(4, device=x.device).to_sparse_bsr((2, 2)) @ a.to_dense(),
+    lambda a, x: torch.sparse.sampled_addmm(a, torch.ones(4, 2, device=x.device), x.t()),
+    lambda a, x: a * 2,
+    lambda a, x: a * a,
+    lambda a, x: -a,
+    lambda a, x: a.sin(),
+    lambda a, x: a.sum(),
+    lambda a, x: a.t(),
+    lambda a, x: a.transpose(0, 1),
+    lambda a, x: a.clone(),
+    lambda a, x: a.double(),
+    lambda a, x: a.cpu(),
+    lambda a, x: a.to_dense(),
+    lambda a, x: a.to_sparse(),
+    lambda a, x: a.to_sparse().to_sparse_csr(),
+    lambda a, x: a.to_sparse_csc(),
+    lambda a, x: torch.zeros_like(a),
+    lambda a, x: torch.sparse_csr_tensor(a.crow_indices(), a.col_indices(), a.values(), a.shape),
+    lambda a, x: torch.sparse_csr_tensor(a.crow_indices(), a.col_indices(), [5.0, 6, 7, 8], a.shape, device=x.device),
+    lambda a, x: torch.ones(4, 3, device=x.device).sparse_mask(a),
+]
+
+
+@pytest.mark.parametrize("values", ["", ",values=real", ",values=auto"])
+@pytest.mark.parametrize("operation", OF_ROWS)
+def test_compressed_matrices_are_as_on_the_host(operation: Callable[..., torch.Tensor], values: str) -> None:
+    gpu.turn_on(f"T4{values}")
+    x = torch.arange(6.0).reshape(3, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, found = operation(by_rows("cpu"), x), operation(by_rows("cuda"), x.cuda())
+    assert looks(found) == looks(expected)
+    if "real" in values:
+        assert torch.equal(found.to_dense().cpu(), expected.to_dense())
+
+
+@pytest.mark.parametrize(
+    ("operation", "most"),
+    [
+        # All that there can be: as many as both have, and as the result has places.
+        (lambda a: a + a, 8),
+        (lambda a: a @ a.to_dense().t().to_sparse_csr(), 16),
+        (lambda a: a.to_dense().to_sparse_csr(), 12),
+        (lambda a: a.to_dense().to_sparse_bsc((2, 3)), 2),
+    ],
+)
+def test_how_many_elements_a_result_has_depends_on_values(operation: Callable[..., torch.Tensor], most: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert operation(by_rows("cuda"))._nnz() == most
+        gpu.turn_on("T4,values=real")
+        assert operation(by_rows("cuda"))._nnz() == operation(by_rows("cpu"))._nnz()
+
+
+def test_a_compressed_matrix_has_three_tensors() -> None:
+    before = torch.cuda.memory_allocated()
+    a = torch.sparse_csr_tensor(torch.arange(1001), torch.arange(1000), torch.ones(1000), (1000, 1000), device="cuda")
+    # 1,001 and 1,000 numbers of 64 bits, 1,000 of 32, each rounded to 512 bytes.
+    assert torch.cuda.memory_allocated() - before == 8192 + 8192 + 4096
+    # The matrix by columns is the same memory by other names; numbers of other types have copies of the indices.
+    turned = a.t()
+    assert torch.cuda.memory_allocated() - before == 20480
+    doubled = a.double()
+    assert torch.cuda.memory_allocated() - before == 20480 + 8192 * 3
+    del a, turned, doubled
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_what_a_compressed_matrix_gives_gradients_to() -> None:
+    for device in ("cpu", "cuda"):
+        a, x = by_rows(device), torch.ones(3, 2, device=device, requires_grad=True)
+        weights = a.values().clone().requires_grad_()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            (torch.sparse_csr_tensor(a.crow_indices(), a.col_indices(), weights, a.shape) @ x).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == (3, 2)
+        assert weights.grad is not None
+        assert weights.grad.shape == (4,)
+
+
+def test_blocks_have_their_indices_in_32_bits_while_they_multiply() -> None:
+    a = torch.eye(4096).to_sparse_bsr((64, 64)).cuda()
+    x = torch.ones(4096, 1, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    product = a @ x
+    # The result, and 65 and 64 numbers, each rounded to 512 bytes.
+    assert torch.cuda.max_memory_allocated() - before == 16384 + 512 + 512
+    del product
+
+
+def test_a_coordinate_tensor_of_lists_is_on_the_device() -> None:
+    made = torch.sparse_coo_tensor([[0, 1], [1, 0]], [1.0, 2.0], (2, 2), device="cuda", requires_grad=True)
+    assert (made.device.type, made._nnz(), made.requires_grad) == ("cuda", 2, True)
+    assert torch.sparse_coo_tensor((2, 3), device="cuda").is_cuda
+
+
+def test_a_compressed_matrix_without_a_rule_is_refused_in_one_line() -> None:
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run aten\.cumsum"):
+        by_rows("cuda").cumsum(0)
+    with pytest.raises(RuntimeError, match=r"cannot be multiplied \(4x3 and 4x2\)"):
+        by_rows("cuda") @ torch.ones(4, 2, device="cuda")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        by_rows("cuda") @ torch.ones(3, 2)

@@ -385,3 +385,20 @@ def test_what_a_device_has_no_answer_for_says_so() -> None:
     for ask in (torch.cuda.utilization, torch.cuda.temperature, torch.cuda.power_draw, torch.cuda.clock_rate):
         with pytest.raises(RuntimeError, match="virtual GPU has no load, temperature, power or clock"):
             ask()
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for a card says its own")
+def test_a_build_for_the_host_says_what_pytorchs_wheel_for_the_card_comes_with() -> None:
+    # (As the wheels' metadata on PyPI name them: nvidia-cuda-runtime, or cuda-toolkit, and nvidia-cudnn.)
+    told = {
+        "2.9": ("12.8", 91002), "2.10": ("12.8", 91002), "2.11": ("13.0", 91900), "2.12": ("13.0", 92000),
+        "2.13": ("13.0", 92000),
+    }  # fmt: skip
+    expected = told.get(".".join(torch.__version__.split(".")[:2]))
+    if expected is None:
+        pytest.skip("what its wheel has is not known")
+    assert (torch.version.cuda, torch.backends.cudnn.version()) == expected
+    assert torch.backends.cudnn.is_available()
+    gpu.turn_off()
+    assert torch.version.cuda is None
+    assert torch.backends.cudnn.version() is None

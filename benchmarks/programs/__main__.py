@@ -48,7 +48,7 @@ sys.path.insert(0, str(HERE))
 
 from data import RECIPES  # noqa: E402
 from judging import Run, is_refusal, run, same_text, way_taken  # noqa: E402
-from layout import Missing, lay_out, repository  # noqa: E402
+from layout import Missing, lay_out, repository, script_of  # noqa: E402
 
 # What nearly every program imports sooner or later, and what the command does: imported once with --fork.
 _COMMON = (
@@ -213,10 +213,14 @@ def _once(
         home.mkdir()
         if source is not None:
             lay_out(source, one["commit"], folder)
+        script = one.get("script", "entry.py")
+        if script.endswith(".ipynb"):
+            notebook = folder / script
+            script = f"{script.removesuffix('.ipynb')}.py"
+            (folder / script).write_text(script_of(notebook.read_text(encoding="utf-8")), encoding="utf-8")
         for file, before, after in one.get("change", ()):
             text = (folder / file).read_text(encoding="utf-8")
             (folder / file).write_text(text.replace(before, after), encoding="utf-8")
-        script = one.get("script", "entry.py")
         if "entry" in one:
             (folder / script).write_text(one["entry"], encoding="utf-8")
         place = folder / one.get("folder", Path(script).parent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -62,3 +63,17 @@ def _contents(git: list[str], blobs: list[str]) -> dict[str, bytes]:
         contents[header[0]] = found[end + 1 : end + 1 + size]
         position = end + 1 + size + 1
     return contents
+
+
+def script_of(notebook: str) -> str:
+    """A notebook's cells one after another, without lines that are for IPython or a shell, and cells in other languages."""
+    cells = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"] if cell["cell_type"] == "code"]
+    return "\n\n".join(_plain(cell) for cell in cells if not cell.lstrip().startswith("%%")) + "\n"
+
+
+def _plain(cell: str) -> str:
+    lines = []
+    for line in cell.splitlines():
+        indent = line[: len(line) - len(line.lstrip())]
+        lines.append(f"{indent}pass" if line.lstrip().startswith(("%", "!")) else line)
+    return "\n".join(lines)

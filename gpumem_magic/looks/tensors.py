@@ -29,8 +29,17 @@ from gpumem_magic.looks.objects import (
 Named = tuple[str, torch.Tensor]
 
 _BASE: Any = torch._C.TensorBase
-_INDICES, _VALUES = torch.ops.aten._indices.default, torch.ops.aten._values.default
-_SPARSE_CUDA = torch._C.DispatchKey.SparseCUDA
+_aten, _KEY = torch.ops.aten, torch._C.DispatchKey
+_BY_ROWS = _aten.crow_indices.default, _aten.col_indices.default, _aten.values.default
+_BY_COLUMNS = _aten.ccol_indices.default, _aten.row_indices.default, _aten.values.default
+# By a sparse tensor's layout, what gives the tensors that hold its memory: indices first, its values last.
+SPARSE_PARTS = {
+    torch.sparse_coo: (_aten._indices.default, _aten._values.default),
+    torch.sparse_csr: _BY_ROWS, torch.sparse_bsr: _BY_ROWS, torch.sparse_csc: _BY_COLUMNS, torch.sparse_bsc: _BY_COLUMNS,
+}  # fmt: skip
+# The backends' keys for sparse tensors: of fake ones first, then of a device's and the host's.
+_OF_FAKE = {True: _KEY.SparseMeta, False: _KEY.SparseCsrMeta}
+_OF_REAL = {True: (_KEY.SparseCUDA, _KEY.SparseCPU), False: (_KEY.SparseCsrCUDA, _KEY.SparseCsrCPU)}
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 # Where a compiled module has the one that it was made of.
 COMPILED = "_orig_mod"
@@ -103,8 +112,8 @@ def grad_fn(tensor: torch.Tensor) -> Any:
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:
-    """Of the layout that keeps indices and values."""
-    return _BASE.layout.__get__(tensor) is torch.sparse_coo
+    """Of a layout that keeps indices and values."""
+    return _BASE.layout.__get__(tensor) in SPARSE_PARTS
 
 
 def has_python_key(tensor: torch.Tensor) -> bool:
@@ -131,17 +140,18 @@ def storage(tensor: torch.Tensor) -> Any:
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The indices and the values of a sparse tensor, as plain ones; nothing where a class only looks like one."""
-    keys = torch._C._dispatch_keys(tensor)
+    """The indices and (last) the values of a sparse tensor, as plain ones; nothing where a class only looks like one."""
+    keys, layout = torch._C._dispatch_keys(tensor), _BASE.layout.__get__(tensor)
+    coordinates = layout is torch.sparse_coo
     if is_fake(tensor):
-        key = torch._C.DispatchKey.SparseMeta
+        key = _OF_FAKE[coordinates]
     elif has_python_key(tensor):
         return ()
     else:
-        key = next(one for one in (_SPARSE_CUDA, torch._C.DispatchKey.SparseCPU) if keys.has(one))
+        key = next(one for one in _OF_REAL[coordinates] if keys.has(one))
     # The backend's own function, past every key above it.
     backend = torch._C.DispatchKeySet(key)
-    return tuple(operator.redispatch(backend, tensor) for operator in (_INDICES, _VALUES))
+    return tuple(operator.redispatch(backend, tensor) for operator in SPARSE_PARTS[layout])
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -299,8 +299,8 @@ class Witness:
 
     def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:
         if tensors.is_sparse(tensor):
-            # Two tensors hold its memory; the second is the tensor's place.
-            for indices in tensors.sparse_parts(tensor)[:1]:
+            # Several tensors hold its memory; the last is the tensor's place.
+            for indices in tensors.sparse_parts(tensor)[:-1]:
                 self._see(indices, role, name)
         for device, address in self._places(tensor):
             self._add((device, address, self._at(device)), role, name)

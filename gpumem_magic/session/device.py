@@ -242,8 +242,8 @@ def _no_gpu(text: str) -> str:
     why = unsupported.why_not(torch)
     if why is None:
         why = "this computer has no CUDA GPU that PyTorch can use"
-        # A virtual one leaves these as they are.
-        if torch.version.cuda is None and torch.version.hip is None:
+        # (A virtual one leaves this as it is.)
+        if not torch.backends.cuda.is_built():
             why += f" (torch {torch.__version__} is built without CUDA)"
         why += "; `%gpumem_device` lists the virtual ones"
     return f"{text}: {why}"

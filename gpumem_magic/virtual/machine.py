@@ -12,6 +12,7 @@ import torch
 import torch.utils._device
 
 import gpumem_magic.virtual.operators.attention_gradients
+import gpumem_magic.virtual.operators.compressed
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
@@ -71,6 +72,7 @@ from gpumem_magic.virtual.torch_face import (
     sharing,
     storages,
     surroundings,
+    wheel,
     wrappers,
 )
 from gpumem_magic.virtual.torch_face.captured import Captured
@@ -311,6 +313,7 @@ class VirtualMachine:
             attempt(saving.install, self.engine.computes)
             sharing.install()
             surroundings.install(self._patches, self.engine)
+            wheel.install(self._patches)
             attempt(legacy.install)
             attempt(self._libraries.install)
             attempt(kernel_rules.install)

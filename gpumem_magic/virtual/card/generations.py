@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gpumem_magic.units import KIB, MIB
 
@@ -64,17 +65,24 @@ def cublas_outside(version_text: str) -> tuple[int, int]:
     return 8 * MIB, 2 * MIB
 
 
-def cudnn_version(version: Version) -> int | None:
-    """The cuDNN in PyTorch's wheels for Linux, as 920 for 9.20; None where it is not known. From their metadata."""
+class Wheels(NamedTuple):
+    """What PyTorch's wheels for Linux come with, as their metadata on PyPI say: ``13.0``, and cuDNN 9.20.0 as 92000."""
+
+    cuda: str
+    cudnn: int
+
+
+def wheels(version: Version) -> Wheels | None:
+    """None where it is not known."""
     return {
-        (2, 6): 901,
-        (2, 7): 905,
-        (2, 8): 910,
-        (2, 9): 910,
-        (2, 10): 910,
-        (2, 11): 919,
-        (2, 12): 920,
-        (2, 13): 920,
+        (2, 6): Wheels("12.4", 90100),
+        (2, 7): Wheels("12.6", 90501),
+        (2, 8): Wheels("12.8", 91002),
+        (2, 9): Wheels("12.8", 91002),
+        (2, 10): Wheels("12.8", 91002),
+        (2, 11): Wheels("13.0", 91900),
+        (2, 12): Wheels("13.0", 92000),
+        (2, 13): Wheels("13.0", 92000),
     }.get(version)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -48,14 +49,26 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
-def any_sparse(args: Any) -> bool:
+def sparse_layout(args: Any) -> torch.layout | None:
+    """The layout of the first sparse tensor among an operator's arguments; None where there is none."""
     for arg in args:
         if isinstance(arg, VirtualTensor):
-            if arg.layout is torch.sparse_coo:
-                return True
-        elif isinstance(arg, (list, tuple)) and any_sparse(arg):
-            return True
-    return False
+            if arg.layout is not torch.strided:
+                return arg.layout
+        elif isinstance(arg, (list, tuple)):
+            found = sparse_layout(arg)
+            if found is not None:
+                return found
+    return None
+
+
+def sparse_of(parts: Sequence[Any], shape: Any, layout: torch.layout) -> Any:
+    """A sparse tensor of its indices and values, which are not looked at."""
+    if layout is torch.sparse_coo:
+        indices, values = parts
+        return torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
+    join: Any = torch.sparse_compressed_tensor
+    return join(*parts, tuple(shape), layout=layout, check_invariants=False)
 
 
 def is_made_of_others(func: Any) -> bool:

@@ -26,6 +26,7 @@ _COMPOSED = {_aten._cudnn_rnn_flatten_weight.default}
 FIRST = set(
     overloads(
         "_unique2 _unique unique_dim unique_consecutive _to_sparse _to_sparse.sparse_dim repeat_interleave.Tensor"
+        " _to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc"
     )
 )
 # The same of libraries.

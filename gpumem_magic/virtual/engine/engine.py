@@ -29,19 +29,18 @@ from gpumem_magic.devices.reads import Reads
 from gpumem_magic.failures import is_own_failure, swallowed
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
-from gpumem_magic.private import aten as _aten
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
-    any_sparse,
     device_among,
     is_made_of_others,
     may_allocate,
     may_resize,
     node_now,
     run_in_parts,
+    sparse_layout,
     users_line,
     with_constants,
 )
@@ -70,8 +69,10 @@ from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
-# The same for operators with a sparse tensor among their arguments; those that are not here are refused.
+# The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
+# are refused.
 SPARSE: dict[Any, Callable[..., Any]] = {}
+COMPRESSED: dict[Any, Callable[..., Any]] = {}
 # What kernels take once their result is there: rules ``rule(engine, func, args, kwargs, out, device)``, which return the bytes of
 # the blocks that are held until the kernel ends; or `Kernels`, where they follow from the arguments' looks and the card, and are
 # asked for once. With `special`: ``@special(*functions, table=BESIDE)``.
@@ -226,7 +227,7 @@ class Engine:
             return None
         with self.lock, tensors.no_functions(), tensors.no_dispatch():
             if tensors.is_sparse(tensor):
-                tensor = tensors.sparse_parts(tensor)[1]
+                tensor = tensors.sparse_parts(tensor)[-1]
             try:
                 placement = self.table.find(tensors.storage(tensor))
             except RuntimeError:
@@ -352,8 +353,10 @@ class Engine:
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         """An operator's results and its memory. To be called under the lock."""
-        if self.holds_sparse and any_sparse(args):
-            sparse_handler: Callable[..., Any] = SPARSE.get(func, _no_sparse)
+        layout = sparse_layout(args) if self.holds_sparse else None
+        if layout is not None:
+            table = SPARSE if layout is torch.sparse_coo else COMPRESSED
+            sparse_handler: Callable[..., Any] = table.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
         found = self.again(met, func, args, kwargs, device, answer) if met.again else None
@@ -586,10 +589,10 @@ class Engine:
         """The tensors that hold the memory: the tensor itself, or a sparse tensor's indices and values."""
         if tensor.layout is torch.strided:
             return (tensor,)
-        if tensor.layout is not torch.sparse_coo:
+        if tensor.layout not in tensors.SPARSE_PARTS:
             refuse_to_hold(f"a tensor with layout {tensor.layout}")
         self.holds_sparse = True
-        return tuple(self.fake_call(part, (tensor,), {}) for part in (_aten._indices.default, _aten._values.default))
+        return tuple(self.fake_call(part, (tensor,), {}) for part in tensors.SPARSE_PARTS[tensor.layout])
 
     def _fake_hosts(self, args: Any) -> tuple[Any, bool]:
         """The arguments with plain host tensors made fake, and whether there were any."""

@@ -18,7 +18,7 @@ from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.alike import Answer
-from gpumem_magic.virtual.engine.calls import any_sparse, node_now
+from gpumem_magic.virtual.engine.calls import node_now, sparse_layout
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     comes_first,
@@ -177,7 +177,7 @@ class RealEngine(ComputingEngine):
                     self._operate_again(func, args, kwargs, found[0], found[1])
                 return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
-        sparse = self.holds_sparse and any_sparse(args)
+        sparse = self.holds_sparse and sparse_layout(args) is not None
         in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
         if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)

@@ -221,10 +221,8 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
 
 
 class VirtualKind(type(torch.Tensor)):  # type: ignore[misc]
-    """Of classes of virtual tensors: they equal those that their tensors have on the host, as programs compare types by ``==``.
-
-    As keys they are apart: how tensors go to other processes is in a table by types, where both are.
-    """
+    """Of classes of virtual tensors: they equal those that their tensors have on the host, as programs compare types by ``==``
+    and look them up in tables."""
 
     def __eq__(cls, other: object) -> bool:
         if other is cls or other is None or other is not vars(cls).get(OWN):
@@ -233,7 +231,8 @@ class VirtualKind(type(torch.Tensor)):  # type: ignore[misc]
         return sys._getframe(1).f_globals.get("__name__") != "functools"
 
     def __hash__(cls) -> int:
-        return type.__hash__(cls)
+        own = vars(cls).get(OWN)
+        return type.__hash__(cls) if own is None else hash(own)
 
 
 class VirtualTensor(FakeTensor, metaclass=VirtualKind):

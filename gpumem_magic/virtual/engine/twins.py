@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -24,7 +26,7 @@ _empty, _set = torch._C._VariableFunctions.empty, torch._C.TensorBase.set_
 class Twins:
     """The twins of all storages of a table. Not safe for threads by itself: the engine's lock is held.
 
-    parts(tensor) -> the tensors that hold the memory of a sparse tensor: its indices and its values.
+    parts(tensor) -> the tensors that hold the memory of a sparse tensor: its indices and, last, its values.
     is_coalesced(tensor): whether each place is there once.
     """
 
@@ -72,10 +74,10 @@ class Twins:
     def view(self, tensor: Any) -> torch.Tensor:
         """The host's view of a device tensor. To be called with dispatch off."""
         if tensor.layout is not torch.strided:
-            indices, values = self._parts(tensor)
-            return torch.sparse_coo_tensor(
-                self.view(indices), self.view(values), tensor.size(), check_invariants=False
-            )._coalesced_(self._is_coalesced(tensor))
+            made: torch.Tensor = sparse_of(
+                [self.view(part) for part in self._parts(tensor)], tensor.size(), tensor.layout
+            )
+            return made._coalesced_(self._is_coalesced(tensor)) if tensor.layout is torch.sparse_coo else made
         if not (tensor.is_neg() or tensor.is_conj()):
             return self.plainly(tensor)
         return self._looked_at(tensor)
@@ -108,6 +110,12 @@ class Twins:
             if result.layout is torch.strided:
                 return False
             ours = self._parts(tensor)
+            if tensor.layout is not torch.sparse_coo:
+                kept = result.layout is tensor.layout
+                for mine, part in zip(ours, SPARSE_PARTS[tensor.layout] if kept else (), strict=False):
+                    its = part(result)
+                    kept = kept and mine.size() == its.size() and self.keep(mine, its, given)
+                return kept
             count = ours[0].shape[1]
             if result._nnz() > count:
                 result = result.coalesce()

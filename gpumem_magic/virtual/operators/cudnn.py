@@ -34,7 +34,7 @@ import torch
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
 from gpumem_magic.virtual.card.catalog import DeviceState
-from gpumem_magic.virtual.card.generations import Version, cudnn_version, is_rocm, parse_version
+from gpumem_magic.virtual.card.generations import Version, is_rocm, parse_version, wheels
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import origin
 from gpumem_magic.virtual.operators import cudnn_library
@@ -262,11 +262,9 @@ class Scratch:
                 torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
             )
             if key not in self._asked:
-                kind = (
-                    "convolution_scratch"
-                    if library.version // 100 == cudnn_version(parse_version(text))
-                    else "estimate"
-                )
+                its = wheels(parse_version(text))
+                same = its is not None and library.version // 100 == its.cudnn // 100
+                kind = "convolution_scratch" if same else "estimate"
                 sizes = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
                 # Kept when the first is there: where somebody interrupts, it is asked again.
                 self._asked[key] = sizes if any(True for _ in sizes) else None

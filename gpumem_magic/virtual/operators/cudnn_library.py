@@ -144,7 +144,7 @@ def installed() -> AskedLibrary | None:
     told = os.environ.get(VARIABLE)
     names = [*_in_folders()] if told is None else [told] if told else []
     # Conda and system packages have it where the loader looks.
-    if told is None and torch.version.cuda:
+    if told is None and torch.backends.cuda.is_built() and not torch.version.hip:
         names += _FILES
     if not names:
         return None

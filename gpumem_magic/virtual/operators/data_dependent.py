@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
 from gpumem_magic.virtual.engine.asserts import asserted
-from gpumem_magic.virtual.engine.calls import bytes_of, users_line, with_constants
+from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, origin, pushed
@@ -125,7 +126,7 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     if not isinstance(source, VirtualTensor):
         if target is None or target.type == "cpu":
             return func(*args, **kwargs)
-        if source.layout is torch.sparse_coo:
+        if source.layout is not torch.strided:
             return _sparse_to_device(source, target)
         meta = _aten.empty_like.default(
             source, dtype=kwargs.get("dtype"), device=torch.device("meta"), memory_format=kwargs.get("memory_format")
@@ -164,10 +165,8 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
 
 def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
     device = torch.device("cuda", STATE.last_device if target.index is None else target.index)
-    moved = torch.sparse_coo_tensor(
-        source._indices().to(device), source._values().to(device), source.shape, check_invariants=False
-    )
-    return moved._coalesced_(source.is_coalesced())
+    moved = sparse_of([part(source).to(device) for part in SPARSE_PARTS[source.layout]], source.shape, source.layout)
+    return moved._coalesced_(source.is_coalesced()) if source.layout is torch.sparse_coo else moved
 
 
 def host_zeros(like: FakeTensor) -> torch.Tensor:

@@ -14,9 +14,10 @@ import torch
 import torch.utils._device
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
+from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.patching import Patches, warnings_remembered
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.modes import (
     META,
@@ -38,11 +39,11 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
-# Sparse formats of which there are no virtual tensors.
-_COMPRESSED = tuple(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed"))
+# Those that put a sparse tensor together.
+_SPARSE = ("sparse_coo_tensor", *(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed")))
 _QUANTISED = ("_empty_affine_quantized", "_empty_per_channel_affine_quantized")
 # Factories with no meta version, or whose result needs no device.
-_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", "sparse_coo_tensor")
+_LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", *_SPARSE)
 
 
 # Tensors of other classes may have a word in what is done with them. (That of parameters without a size is kept elsewhere.)
@@ -96,15 +97,6 @@ def _quantised(*_: Any) -> NoReturn:
     refuse_to_hold("a quantised tensor", instead="integer tensors with a scale beside them")
 
 
-_COMPRESSING = overloads("_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc")
-
-
-@special(*_COMPRESSING)
-@special(*_COMPRESSING, table=SPARSE)
-def _compressed(engine: Engine, func: Any, *_: Any) -> NoReturn:
-    refuse_to_hold(f"a tensor with layout torch.{func.overloadpacket.__name__.removeprefix('_to_')}")
-
-
 def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
     """What PyTorch's old constructors make: of numbers and a `torch.Size` a tensor of that size, of all else its values."""
     if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):
@@ -118,7 +110,7 @@ def _check_kind(tensor: torch.Tensor) -> None:
         jagged.refuse_strided()
     if tensor.is_quantized:
         _quantised()
-    if tensor.layout not in (torch.strided, torch.sparse_coo, torch.jagged):
+    if tensor.layout not in (torch.strided, torch.jagged, *SPARSE_PARTS):
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
 
 
@@ -183,7 +175,8 @@ class Factories:
                 continue
             make = self._from_values if name in _FROM_VALUES else self._maker
             patches.set(owner, name, make(getattr(owner, name)))
-        patches.set(torch, "sparse_coo_tensor", self._sparse(torch.sparse_coo_tensor))
+        for name in _SPARSE:
+            patches.set(torch, name, self._sparse(getattr(torch, name)))
         for name in (*_LIKE, *_QUANTISED):
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
@@ -261,8 +254,6 @@ class Factories:
             if device is None or STATE.depth:
                 return original(*args, **kwargs)
             index = self.index_of(device)
-            if index is not None and getattr(original, "__name__", "") in _COMPRESSED:
-                refuse_to_hold("a compressed sparse tensor")
             if index is not None and getattr(original, "__name__", "") in _QUANTISED:
                 _quantised()
             if index is None:
@@ -355,6 +346,9 @@ class Factories:
         return nested_tensor
 
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        # The place of the last argument that is a tensor's.
+        most = 1 if original.__name__ == "sparse_coo_tensor" else 2
+
         def make_sparse(*args: Any, **kwargs: Any) -> Any:
             index = None if STATE.depth else self.index_of(kwargs.get("device"))
             if index is None:
@@ -363,8 +357,14 @@ class Factories:
                 return original(*args, **kwargs)
             del kwargs["device"]
             target = torch.device("cuda", index)
-            parts = [arg.to(target) if isinstance(arg, torch.Tensor) else arg for arg in args]
-            return _unchecked(original, parts, kwargs)
+            if not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+                tracked = kwargs.pop("requires_grad", False)
+                made = original(*args, **kwargs).to(target)
+                return made.requires_grad_() if tracked else made
+            # (Numbers in lists are put on the host first.)
+            parts = [arg if place > most else torch.as_tensor(arg).to(target) for place, arg in enumerate(args)]
+            named = {name: arg.to(target) if isinstance(arg, torch.Tensor) else arg for name, arg in kwargs.items()}
+            return _unchecked(original, parts, named)
 
         return make_sparse
 

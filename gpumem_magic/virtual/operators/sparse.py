@@ -16,6 +16,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators.cub import cub_of
@@ -53,8 +54,7 @@ def is_sparse(tensor: Any) -> bool:
 
 
 def join(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
-    made = torch.sparse_coo_tensor(indices, values, tuple(shape), check_invariants=False)
-    return made._coalesced_(coalesced)
+    return sparse_of((indices, values), shape, torch.sparse_coo)._coalesced_(coalesced)
 
 
 def _copy(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:

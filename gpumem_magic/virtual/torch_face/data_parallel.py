@@ -42,9 +42,7 @@ def install(patches: Patches, engine: Engine) -> None:
         if ours is None:
             original_hook(self, state, hook)
             return
-        # (Of one kind it would ask for the version of CUDA that a build for the host was made with.)
-        if torch.version.cuda is not None or not hook.__name__.startswith("bf16_"):
-            self._check_comm_hook(hook)
+        self._check_comm_hook(hook)
         ours.use(state, hook)
 
     def skip_for_ours(original: Any, place: str) -> Any:

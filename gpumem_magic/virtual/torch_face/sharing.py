@@ -12,6 +12,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
 
 from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.engine.engine import Engine
@@ -22,11 +23,13 @@ _received: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValue
 
 
 def install() -> None:
-    """For good: the pickler that is told belongs to `multiprocessing`, and the class to this package."""
-    ForkingPickler.register(VirtualTensor, _reduced)
+    """For good: the pickler that is told belongs to `multiprocessing`. In its table the class is PyTorch's own, as in any."""
+    ForkingPickler.register(torch.Tensor, _reduced)
 
 
-def _reduced(tensor: VirtualTensor) -> Any:
+def _reduced(tensor: torch.Tensor) -> Any:
+    if not isinstance(tensor, VirtualTensor):
+        return reduce_tensor(tensor)
     if tensor.requires_grad and not tensor.is_leaf:
         raise RuntimeError(
             "Cowardly refusing to serialize non-leaf tensor which requires_grad, since autograd does not support crossing "
