@@ -29,7 +29,7 @@ from gpumem_magic.looks.objects import (
 Named = tuple[str, torch.Tensor]
 
 _BASE: Any = torch._C.TensorBase
-_aten, _KEY = torch.ops.aten, torch._C.DispatchKey
+_aten = torch.ops.aten
 _BY_ROWS = _aten.crow_indices.default, _aten.col_indices.default, _aten.values.default
 _BY_COLUMNS = _aten.ccol_indices.default, _aten.row_indices.default, _aten.values.default
 # By a sparse tensor's layout, what gives the tensors that hold its memory: indices first, its values last.
@@ -38,8 +38,11 @@ SPARSE_PARTS = {
     torch.sparse_csr: _BY_ROWS, torch.sparse_bsr: _BY_ROWS, torch.sparse_csc: _BY_COLUMNS, torch.sparse_bsc: _BY_COLUMNS,
 }  # fmt: skip
 # The backends' keys for sparse tensors: of fake ones first, then of a device's and the host's.
-_OF_FAKE = {True: _KEY.SparseMeta, False: _KEY.SparseCsrMeta}
-_OF_REAL = {True: (_KEY.SparseCUDA, _KEY.SparseCPU), False: (_KEY.SparseCsrCUDA, _KEY.SparseCsrCPU)}
+_OF_FAKE = {True: torch._C.DispatchKey.SparseMeta, False: torch._C.DispatchKey.SparseCsrMeta}
+_OF_REAL = {
+    True: (torch._C.DispatchKey.SparseCUDA, torch._C.DispatchKey.SparseCPU),
+    False: (torch._C.DispatchKey.SparseCsrCUDA, torch._C.DispatchKey.SparseCsrCPU),
+}
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 # Where a compiled module has the one that it was made of.
 COMPILED = "_orig_mod"
