@@ -67,6 +67,71 @@ def test_the_second_result_looks_like_the_first(
     assert "aten.max.dim" not in asked
 
 
+def never(*call: Any) -> Any:
+    raise AssertionError(f"asked for {call[0]}")
+
+
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_numbers_of_the_host_copies_and_named_devices_are_looked_up_too(
+    monkeypatch: pytest.MonkeyPatch, values: str
+) -> None:
+    machine = gpu.turn_on(f"T4,values={values}")
+    try:
+        x, two = torch.ones(4, 6, device="cuda"), torch.tensor(2.0)
+        operators: list[Callable[[], Any]] = [
+            lambda: x * two,
+            lambda: x * two.double(),
+            lambda: torch.where(x > 0, x, two),
+            lambda: x.__setitem__(0, 3.0),
+            lambda: x.t().cpu(),
+            lambda: x.to("cpu", torch.float16),
+            lambda: torch.ones(4, 6, device="cuda", requires_grad=True).sum().backward(),
+        ]
+        first = [operator() for operator in operators]
+        monkeypatch.setattr(machine.engine.fake, "dispatch", never)
+        second = [operator() for operator in operators]
+    finally:
+        gpu.turn_off()
+    for one, other in zip(first, second, strict=True):
+        if one is not None:
+            assert looks(one, one) == looks(other, other)
+    assert second[1].dtype == torch.float32
+    assert second[4].stride() == (1, 6)
+    assert second[5].dtype == torch.float16
+
+
+def test_a_tensor_of_the_host_that_may_not_be_there_is_refused_each_time(machine: gpu.VirtualMachine) -> None:
+    x = torch.ones(4, device="cuda")
+    for _ in range(3):
+        assert (x + torch.tensor(1.0)).shape == (4,)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(4)
+        with pytest.raises(RuntimeError, match="same device"):
+            x + torch.ones(1)
+    # One that is tracked, or lies in another way.
+    tracked = torch.tensor(2.0, requires_grad=True)
+    assert [(x * tracked).requires_grad, (x * tracked.detach()).requires_grad] == [True, False]
+
+
+def test_a_factory_is_asked_for_the_looks_of_numbers_once(machine: gpu.VirtualMachine) -> None:
+    for _ in range(2):
+        made = [torch.arange(end, device="cuda") for end in (3, 3.0, 4)]
+        assert [(one.dtype, len(one)) for one in made] == [(torch.int64, 3), (torch.float32, 3), (torch.int64, 4)]
+        assert torch.full((2,), True, device="cuda").dtype == torch.bool
+        assert torch.full((2,), 1, device="cuda").dtype == torch.int64
+        assert torch.arange(1, 7, 2, device="cuda").shape == torch.arange(3, device="cuda").shape
+        assert torch.zeros(2, 3, device="cuda").shape == torch.zeros((2, 3), device="cuda").shape
+        assert [torch.zeros(2, device="cuda", requires_grad=on).requires_grad for on in (False, True)] == [False, True]
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.arange(3.0, device="cuda").dtype == torch.zeros(2, 3, device="cuda").dtype == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.inference_mode():
+        assert torch.arange(3, device="cuda").is_inference()
+    assert not torch.arange(3, device="cuda").is_inference()
+
+
 def test_what_a_result_is_written_into_is_given_back_and_may_have_to_grow(
     machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

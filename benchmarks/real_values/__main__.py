@@ -121,10 +121,55 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "gelu": lambda x, _: F.gelu(x),
     "softmax": lambda x, _: x.softmax(-1),
     "sum": lambda x, _: x.sum(),
+    "mean": lambda x, _: x.mean(),
+    "sum of rows": lambda x, _: x.sum(-1),
+    "sum, read": lambda x, _: x.sum().item(),
+    "max": lambda x, _: x.max(),
+    "max of rows": lambda x, _: x.max(-1),
+    "argmax": lambda x, _: x.argmax(),
+    "norm": lambda x, _: x.norm(),
+    "standard deviation": lambda x, _: x.std(),
+    "comparison": lambda x, y: x > y,
+    "equality": lambda x, y: x.eq(y),
+    "any": lambda x, _: x.isnan().any(),
+    "all, read": lambda x, _: bool(x.isfinite().all()),
+    "where": lambda x, y: torch.where(x > 0, x, y),
+    "clamp": lambda x, _: x.clamp(-1, 1),
     "cat": lambda x, y: torch.cat([x, y]),
+    "clone": lambda x, _: x.clone(),
+    "zeros": lambda x, _: torch.zeros_like(x),
+    "rows by number": lambda x, _: x.index_select(0, torch.arange(len(x), device=x.device)),
+    "transposed, contiguous": lambda x, _: x.t().contiguous(),
+    "half of it, sum": lambda x, _: x[: len(x) // 2].sum(),
+    "split, add": lambda x, _: torch.add(*x.chunk(2)),
     "in place": lambda x, _: x.mul_(1.0),
+    "relu in place": lambda x, _: x.relu_(),
+    "add in place": lambda x, y: x.add_(y, alpha=0.0),
+    "fill": lambda x, _: x.fill_(1.0),
+    "zero": lambda x, _: x.zero_(),
+    "copy": lambda x, y: x.copy_(y),
+    "assignment": lambda x, _: x.__setitem__(slice(None), 1.0),
     "to half precision": lambda x, _: x.half(),
+    "to double precision": lambda x, _: x.double(),
+    "to the host": lambda x, _: x.to("cpu", copy=True),
+    "foreach": lambda x, y: torch._foreach_mul([x, y], 2.0),
+    "foreach in place": lambda x, y: torch._foreach_mul_([x, y], 1.0),
+    "product with a vector": lambda x, y: x @ y[0],
+    "relu, backward": lambda x, y: _backward(torch.relu, x, y),
+    "sum, backward": lambda x, y: _backward(torch.sum, x, None),
+    "without gradients": lambda x, _: _without(torch.no_grad, x),
+    "in inference mode": lambda x, _: _without(torch.inference_mode, x),
 }
+
+
+def _backward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    tracked = x.detach().requires_grad_()
+    function(tracked).backward(gradient)
+
+
+def _without(mode: Callable[[], contextlib.AbstractContextManager[object]], x: torch.Tensor) -> torch.Tensor:
+    with mode():
+        return x.tanh()
 
 
 def _prepared(

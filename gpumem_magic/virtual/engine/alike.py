@@ -24,9 +24,12 @@ _OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
 _OF_EACH_ELEMENT = ("aten::_foreach_", "aten::_fused_")
 _MOST = 50_000
 _STRIDED = torch.strided
+# (The name is another's while a device is on.)
+_DEVICE = torch.device
 # C++'s own, past what calls it in Python and what is put in its place while a device is on.
 _empty, _make_subclass = torch._C._VariableFunctions.empty_strided, torch._C.TensorBase._make_subclass
 _set_throw = torch._C._set_throw_on_mutable_data_ptr
+_transforms = torch._C._are_functorch_transforms_active
 # Of a tensor: size, stride, type, the number of the argument whose storage it shares (None: its own), how far behind that it
 # begins, and its device. A number alone: that argument.
 _Made = tuple[Any, Any, torch.dtype, int | None, int, torch.device] | int | None
@@ -77,11 +80,11 @@ class AlikeCalls:
         if not follows or STATE.in_kernel:
             return None
         key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
-        if not self.describe(key, args, numbers):
+        if not self.describe(key, args, numbers, hosts=True):
             return None
         if kwargs:
             key.extend(kwargs)
-            if not self.describe(key, kwargs.values(), numbers):
+            if not self.describe(key, kwargs.values(), numbers, hosts=True):
                 return None
         return tuple(key)
 
@@ -124,9 +127,9 @@ class AlikeCalls:
             self._found.clear()
         self._found[looks] = Answer(kind, made)
 
-    def describe(self, key: list[Any], args: Any, numbers: bool, untracked: bool = False) -> bool:
+    def describe(self, key: list[Any], args: Any, numbers: bool, untracked: bool = False, hosts: bool = False) -> bool:
         """Puts the arguments' looks into a key, with the numbers among them or without. False where something else may count;
-        untracked: also where autograd follows one."""
+        untracked: also where autograd follows one. hosts: tensors on the host have looks, too."""
         for arg in args:
             kind = type(arg)
             if kind is VirtualTensor:
@@ -146,13 +149,26 @@ class AlikeCalls:
                 key += (kind, arg)
             elif kind is list or kind is tuple:
                 key += (kind, len(arg))
-                if not self.describe(key, arg, numbers, untracked):
+                if not self.describe(key, arg, numbers, untracked, hosts):
                     return False
-            elif kind is torch.device and arg.index is not None:
+            elif kind is _DEVICE and arg.index is not None:
                 key.append(arg)
+            elif hosts and (kind is torch.Tensor or kind is FakeTensor) and self._is_plain_host(arg):
+                key += (kind, arg.shape, arg.stride(), arg.dtype)
             else:
                 return False
         return True
+
+    def _is_plain_host(self, tensor: Any) -> bool:
+        """Whether the fake mode makes of a host tensor what its shape, strides and type say; or has done so."""
+        is_on_host = tensor.fake_device.type == "cpu" if type(tensor) is FakeTensor else tensor.is_cpu
+        return (
+            is_on_host
+            and tensor.layout is _STRIDED
+            and not (tensor.requires_grad or tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+            and not _transforms()
+            and (type(tensor) is torch.Tensor or (tensor.fake_mode is self._fake and tensor.constant is None))
+        )
 
     def _make(self, one: _Made, args: Any) -> Any:
         if one is None:
@@ -182,7 +198,8 @@ class AlikeCalls:
             return None
         for number, arg in enumerate(args):
             if arg is tensor:
-                return number
+                # (A host tensor was made a fake one.)
+                return type(arg) is VirtualTensor and number
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.requires_grad:
             return False
         device, offset = tensor.fake_device, int(tensor.storage_offset())
@@ -206,7 +223,11 @@ class AlikeCalls:
     def _of_a_fake(self, device: torch.device) -> dict[str, Any]:
         meta = _empty((0,), (1,), dtype=torch.float32, device=META)
         fake: Any = FakeTensor.__new__(VirtualTensor, self._fake, meta, device)
-        found = self._attributes[device] = dict(fake.__dict__)
+        # What is None of every tensor is so by its class: a dictionary of two is made sooner, and takes less of the caches.
+        for name, value in vars(fake).items():
+            if value is None and not hasattr(VirtualTensor, name):
+                setattr(VirtualTensor, name, None)
+        found = self._attributes[device] = {name: value for name, value in vars(fake).items() if value is not None}
         return found
 
 

@@ -141,7 +141,8 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         return made
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
-    shape = engine.fake_call(func, args, {**kwargs, "pin_memory": None})
+    # (As a copy on the device lies, which is asked for once: PyTorch's rule has the host's lie no other way.)
+    shape = engine.fake_call(func, args, {**kwargs, "device": source.fake_device, "pin_memory": None})
     with engine.scratch(device, staged_bytes(source, shape)):
         pass
     return _read_into(engine, source, host_zeros(shape))

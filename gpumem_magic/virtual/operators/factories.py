@@ -55,6 +55,28 @@ _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DEVICE = torch.device
 
 
+_NUMBERS_AND_KINDS = {
+    int,
+    float,
+    bool,
+    str,
+    type(None),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+    torch.Size,
+    _DEVICE,
+}
+_MOST_LOOKS = 10_000
+# (The name is one of those that are replaced.)
+_empty_strided = torch.empty_strided
+
+
+def _is_plainly_given(arg: Any) -> bool:
+    """Whether an argument is a number, a size of numbers or a kind."""
+    return type(arg) in _NUMBERS_AND_KINDS or (type(arg) is tuple and all(type(one) is int for one in arg))
+
+
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and not is_ours(device))
@@ -164,6 +186,8 @@ class Factories:
         self._current_device = current_device
         # Whether fake tensors of somebody else's may be on our devices: a compiler traces a program.
         self.traces = False
+        # Size, stride and type of what a factory gave for numbers.
+        self._looks: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
 
     def install(self, patches: Patches) -> None:
         makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
@@ -281,19 +305,36 @@ class Factories:
         on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
         kwargs = {**kwargs, "device": META}
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
-        meta = made_plainly(original, *args, **kwargs)
+        meta = self._meta(original, args, kwargs)
         name = getattr(original, "__name__", "")
         with self._engine.uninterrupted, self._engine.lock, origin("factory"):
             made = self._engine.wrap(meta, index, name)
             if name == "randperm":
                 hold_for_shuffle(self._engine, index, made)
-            elif name in _GROWN and made.numel():
+            elif name in _GROWN and meta.numel():
                 growing.fill(self._engine, index, made.element_size())
         if "empty" in name:
             self._engine.blank(made)
         else:
             self._engine.fill(made, FactoryCall(original, args, on_host), index)
         return made
+
+    def _meta(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """The factory's result on the meta device: by what it gave before, as PyTorch has some of these in Python."""
+        given = (*args, *kwargs.values())
+        if not all(map(_is_plainly_given, given)):
+            return made_plainly(original, *args, **kwargs)
+        # (1, 1.0 and True are the same key.)
+        asked = (original, torch.get_default_dtype(), *kwargs, *given, *map(type, given))
+        looks = self._looks.get(asked)
+        if looks is not None:
+            return made_plainly(_empty_strided, *looks[:2], dtype=looks[2], device=META)
+        meta = made_plainly(original, *args, **kwargs)
+        if type(meta) is torch.Tensor and meta.layout is torch.strided and not meta.requires_grad:
+            if len(self._looks) >= _MOST_LOOKS:
+                self._looks.clear()
+            self._looks[asked] = meta.size(), meta.stride(), meta.dtype
+        return meta
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make_from_values(*args: Any, **kwargs: Any) -> Any:
