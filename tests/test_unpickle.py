@@ -70,6 +70,52 @@ def test_frames_of_protocol_4_may_be_many() -> None:
     assert loads(pickle.dumps(data, 4), "x") == data
 
 
+def in_frames(data: Any, size: int) -> bytes:
+    """A pickle of protocol 4 whose frames are so short; Python's begin every 64 KiB, between any two values."""
+    file = io.BytesIO()
+    pickler = pickle._Pickler(file, 4)  # type: ignore[attr-defined]
+    pickler.framer._FRAME_SIZE_TARGET = size
+    pickler.dump(data)
+    return file.getvalue()
+
+
+@given(plain, st.integers(1, 30))
+@settings(max_examples=150, deadline=None)
+def test_a_frame_may_begin_anywhere(data: Any, size: int) -> None:
+    event = {
+        "action": "alloc",
+        "pool_id": (0, 1),
+        "addr": 1 << 45,
+        "of": (1, 2.5, None),
+        "more": (1, 2, 3, 4, 5),
+        "one": (7,),
+    }
+    data = {"device_traces": [[event, dict(event, frames=[])], []], "given": data}
+    pickled = in_frames(data, size)
+    assert loads(pickled, "x") == data
+    taken: list[list[Any]] = []
+
+    def list_of_events() -> list[Any]:
+        taken.append([])
+        return taken[-1]
+
+    assert loads(pickled, "x", list_of_events) == data
+
+
+@pytest.mark.parametrize(
+    "operations",
+    [b"}K\x00%s\x86", b"}K\x00K\x00%s\x87", b"}%s\x85", b"}(}%sK\x00K\x00K\x00t", b"((K\x00%sK\x00K\x00K\x00tt"],
+)
+def test_a_frame_hides_no_tuple_of_something_else(operations: bytes) -> None:
+    frame = b"\x95" + struct.pack("<Q", 4)
+    assert "a tuple of something other than numbers" in refused(b"\x80\x04" + operations % frame + b"NNNN.")
+
+
+def test_a_frame_between_numbers_must_not_be_longer_than_the_file() -> None:
+    data = b"\x80\x04K\x00\x95" + struct.pack("<Q", 1 << 40) + b"K\x00\x86."
+    assert "it is cut off" in refused(data)
+
+
 class _Calls:
     def __init__(self, target: Path) -> None:
         self.target = target

@@ -42,6 +42,14 @@ _LIST_OF_LISTS = re.compile(
 _MARK = b"NQ"
 _FRAME, _PROTOCOL, _STOP = 0x95, 0x80, ord(".")
 _NUMBER_TOO_LONG = "an integer of more than 72 bits"
+_LONG = b"|".join(re.escape(bytes([size])) + b"." * size for size in range(10))
+_NUMBER = b"(?:K.|M..|J....|G.{8}|\\x8a(?:" + _LONG + b")|[N\\x88\\x89])"
+_EACH_NUMBER = re.compile(_NUMBER, re.DOTALL)
+# Numbers with the beginnings of frames before and between them, and what makes a tuple of some of them.
+_PARTED = re.compile(
+    rb"(?P<mark>\(?)(?P<parts>(?:" + _NUMBER + rb"|\x95.{8}){1,160})(?P<tuple>[\x85\x86\x87t]?)", re.DOTALL
+)
+_LENGTH_OF_TUPLE = {b"\x85": 1, b"\x86": 2, b"\x87": 3}
 _REFUSED = {
     **dict.fromkeys(b"c\x93", "a global (it would import and hand out a function or class)"),
     **dict.fromkeys(b"R", "a call of a function (REDUCE)"),
@@ -160,12 +168,11 @@ def _plain_operations(memo_limit: int) -> re.Pattern[bytes]:
     last_byte = (memo_limit.bit_length() - 1) // 8
     classes = [b"."] * last_byte + [b"[\\x00-" + re.escape(bytes([memo_limit >> 8 * last_byte])) + b"]"]
     place = b"".join(classes + [b"\\x00"] * (3 - last_byte)) if last_byte < 4 else b"...."
-    long = b"|".join(re.escape(bytes([size])) + b"." * size for size in range(10))
-    number = b"(?:K.|M..|J....|G.{8}|\\x8a(?:" + long + b")|[N\\x88\\x89])"
     operations = (
         b"h.|j....|q.|r" + place,
-        number + b"(?:" + number + b"(?:" + number + b"\\x87|\\x86)|\\x85)?",
-        b"\\((?:" + number + b"{4,64}t)?",
+        # What a frame may part is left to `_Parted`.
+        _NUMBER + b"(?:" + _NUMBER + b"(?:" + _NUMBER + b"\\x87|\\x86)|\\x85|(?!" + _NUMBER + b"{0,2}\\x95))",
+        b"\\((?:" + _NUMBER + b"{4,64}t|(?!" + _NUMBER + b"{0,64}\\x95))",
         b"[\\x94}\\])aesu]",
         # Strings of up to three bytes: newer PyTorchs write "N/A" and "" anew with each event.
         b"\\x8c(?:\\x00|\\x01.|\\x02..|\\x03...)",
@@ -201,23 +208,68 @@ def _scan(data: bytes, name: str) -> _Lists:
             if length == len(_TRACES) and not lists.places and data[start:position] == _TRACES:
                 lists = _Lists(_lists_behind(data, position), frame)
         elif operation == _FRAME:
-            if int.from_bytes(data[position + 1 : position + 9], "little") > size - position - 9:
-                _cut_off(name)
-            frame = position
+            frame = _checked_frame(data, position, name)
             position += 9
         elif operation == _STOP:
             return lists
+        elif parted := _parted_by_frames(data, position, name):
+            for place in parted.frames:
+                frame = _checked_frame(data, place, name)
+            position = parted.end
         elif run is None or run.end() == run.start():
             if _is_cut_off(data, position):
                 _cut_off(name)
-            what = _REFUSED.get(operation, f"the unknown operation 0x{operation:02x}")
-            _refuse(name, f"it holds {what} at byte {position:,}", "A snapshot is plain data: do not trust this file.")
+            _refuse_operation(data, position, name)
+
+
+def _checked_frame(data: bytes, position: int, name: str) -> int:
+    """The position of a frame, which must not be longer than what follows."""
+    if int.from_bytes(data[position + 1 : position + 9], "little") > len(data) - position - 9:
+        _cut_off(name)
+    return position
+
+
+class _Parted(NamedTuple):
+    """Numbers, perhaps a tuple of them, between which frames begin: the places of these, and where it all ends.
+
+    The pickler begins a frame every 64 KiB, wherever it is.
+    """
+
+    frames: tuple[int, ...]
+    end: int
+
+
+def _parted_by_frames(data: bytes, position: int, name: str) -> _Parted | None:
+    """None where no frame is near. Raises SnapshotFileError where a tuple would be of something else than these numbers."""
+    found = _PARTED.match(data, position)
+    if found is None:
+        return None
+    frames, numbers, place, end = [], 0, found.start("parts"), found.end("parts")
+    while place < end:
+        number = _EACH_NUMBER.match(data, place)
+        if number is None:
+            frames.append(place)
+            place += 9
+        else:
+            numbers += 1
+            place = number.end()
+    made = found["tuple"]
+    if not frames:
+        return None
+    if not found["mark"] if made == b"t" else numbers < _LENGTH_OF_TUPLE.get(made, 0):
+        _refuse_operation(data, found.end() - 1, name)
+    return _Parted(tuple(frames), found.end())
 
 
 def _lists_behind(data: bytes, position: int) -> tuple[int, ...]:
     """The places of the first lists in a list whose key ends at a position: empty ones, and one that is filled next."""
     found = _LIST_OF_LISTS.match(data, position)
     return tuple(one.start() for one in _LIST.finditer(data, *found.span(1))) if found else ()
+
+
+def _refuse_operation(data: bytes, position: int, name: str) -> NoReturn:
+    what = _REFUSED.get(data[position], f"the unknown operation 0x{data[position]:02x}")
+    _refuse(name, f"it holds {what} at byte {position:,}", "A snapshot is plain data: do not trust this file.")
 
 
 def _is_cut_off(data: bytes, position: int) -> bool:
