@@ -24,6 +24,7 @@ import gpumem_magic.virtual.operators.made_of_others
 import gpumem_magic.virtual.operators.norms
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.scattering
+import gpumem_magic.virtual.operators.semi_structured
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting
 import gpumem_magic.virtual.operators.sparse

@@ -181,6 +181,12 @@ class RealEngine(ComputingEngine):
         in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
         if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)
+        if met.body is not None and self._met[id(func)].body is not None:
+            # What a program wrote in Python is computed step by step, unless it turns out to need the card.
+            out = super().perform(func, args, kwargs, device)
+            if self._met[id(func)].body is None and has_values(func, args, out):
+                self._compute(func, args, kwargs, out, device)
+            return out
         self._nested = True
         try:
             if sparse or first:
