@@ -155,6 +155,21 @@ def test_step_by_step_the_mask_is_added_to_the_scores() -> None:
     assert query.grad is not None
 
 
+@pytest.mark.parametrize(("torch_version", "looked_at"), [("2.4", False), ("2.6", True)])
+def test_step_by_step_rows_that_see_nothing_are_looked_for_since_2_5(torch_version: str, looked_at: bool) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
+    query = heads_first(2, 4, 16, 32, dtype=torch.float32)
+    with sdpa_kernel(SDPBackend.MATH):
+        F.scaled_dot_product_attention(query, query, query)  # cuBLAS's workspace
+        found = made(lambda: F.scaled_dot_product_attention(query, query, query))
+    scores, of_bool = 2 * 4 * 16 * 16 * 4, 2 * 4 * 16 * 16
+    # Which are minus infinity, of which rows all are, and the number that these get.
+    asked = [of_bool, of_bool // 16, 4] if looked_at else []
+    first = found.index(scores)
+    assert found[first:-1] == [scores, scores, *asked]
+
+
 # ---- multi-head attention
 
 

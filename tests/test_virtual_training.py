@@ -72,6 +72,17 @@ def test_back_on_the_host_a_parameter_is_an_ordinary_one_again() -> None:
     assert model(torch.zeros(1, 4)).shape == (1, 4)
 
 
+def test_a_parameter_that_moves_away_keeps_only_what_a_backward_pass_has_saved_of_it() -> None:
+    model = torch.nn.Linear(1024, 256).cuda()
+    loss = model(torch.zeros(4, 1024, device="cuda", requires_grad=True)).sum()
+    held = torch.cuda.memory_allocated()
+    model.cpu()
+    # The product has saved its weight, for the input's gradient, and the sum no bias.
+    assert held - torch.cuda.memory_allocated() == 256 * 4
+    del loss
+    assert held - torch.cuda.memory_allocated() >= 256 * 4 + 1024 * 256 * 4
+
+
 def test_backward_from_nothing_is_as_without_a_device() -> None:
     torch.autograd.backward([])
     torch.autograd.backward(iter(()))

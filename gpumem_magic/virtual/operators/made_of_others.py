@@ -42,9 +42,16 @@ def _function_for_all(func: Any) -> Any:
 _KEYS = {func: key for func in _OPERATORS if (key := _function_for_all(func)) is not None}
 
 
+(_SAFE_SOFTMAX,) = overloads("_safe_softmax")
+# Before, attention step by step took a plain softmax (``transformers/attention.cpp``): no row was looked at.
+_SAFE_FROM = (2, 5)
+
+
 @special(*_KEYS)
 def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode), torch._C._AutoDispatchBelowAutograd():
+        if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _SAFE_FROM:
+            return _aten.softmax.int(*args, **kwargs)
         return func._op_dk(_KEYS[func], *args, **kwargs)
 
 

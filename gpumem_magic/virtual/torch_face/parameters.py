@@ -12,12 +12,15 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.looks.tensors import PARAMETERS
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes, own_class
 from gpumem_magic.virtual.torch_face.wrappers import joined
 
 _LAZY: Any = (UninitializedParameter, UninitializedBuffer)
 # Under this name a parameter without a size keeps the device and the type that it is to have.
 _LATER = "_gpumem_later"
+
+(_SET,) = overloads("set_.source_Storage_storage_offset")
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
 _Apply = Callable[..., torch.nn.Module]
@@ -40,6 +43,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     other = other.detach()
     fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
+    was_virtual = isinstance(tensor, VirtualTensor)
     try:
         torch._C._swap_tensor_impl(tensor, other)
     except RuntimeError as error:
@@ -65,6 +69,20 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
             tensor._backward_hooks = hooks
         if accumulate_hooks is not None:
             tensor._post_accumulate_grad_hooks = accumulate_hooks
+    if was_virtual and other.layout is torch.strided:
+        _let_go(other)
+
+
+def _let_go(left: torch.Tensor) -> None:
+    """Takes its memory from the tensor that the swap leaves.
+
+    A backward pass that is still to come holds that one, the leaf. On a card the leaf is the parameter itself, whose memory goes
+    as ``.data =`` gives it other memory; only what was saved of it, as the transposed weight of a product, keeps the old.
+    """
+    with torch._C.DisableTorchFunctionSubclass(), torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
+        size, stride, offset = left.size(), left.stride(), left.storage_offset()
+        none = torch.UntypedStorage(left.untyped_storage().nbytes(), device="meta")
+        _SET._op_dk(torch._C.DispatchKey.Meta, left, none, offset, size, stride)
 
 
 def install(patches: Patches) -> None:
