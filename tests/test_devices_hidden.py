@@ -64,6 +64,15 @@ def test_a_compiled_model_is_compiled_as_ever_and_named(counters: Any) -> None:
     assert any("A compiled model ran" in note for note in recording.notes)
 
 
+def test_a_compiled_model_that_is_told_to_run_eagerly_is_not_said_to_be_compiled(counters: Any) -> None:
+    model = torch.compile(net(), backend="eager", fullgraph=True)
+    with torch.compiler.set_stance("force_eager"):
+        recording = record(lambda fake: steps(model))
+    assert not counters["stats"]["unique_graphs"]
+    assert not [note for note in recording.notes if "compiled model" in note]
+    assert any("A compiled model ran" in note for note in record(lambda fake: steps(model)).notes)
+
+
 def test_a_model_that_was_compiled_before_is_not_compiled_again(counters: Any) -> None:
     model = torch.compile(net(), backend="eager", fullgraph=True)
     steps(model)

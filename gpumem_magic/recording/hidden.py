@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -53,8 +54,7 @@ class Hidden:
 
     def forward_of(self, module: torch.nn.Module) -> None:
         """An outermost module that is called."""
-        # Not imported for the question: that costs seconds where nothing is compiled.
-        self._compiled = self._compiled or name_of_class(type(module)) == "OptimizedModule"
+        self._compiled = self._compiled or (name_of_class(type(module)) == "OptimizedModule" and not _forced_eager())
 
     def exists(self, module: torch.nn.Module) -> None:
         """A module of the notebook, called or not."""
@@ -88,6 +88,13 @@ class Hidden:
                 "capture took, and what lives there when is not seen."
             )
         return found
+
+
+def _forced_eager() -> bool:
+    """Whether `torch.compiler.set_stance` has said that compiled code runs eagerly (``values=real`` says so, too)."""
+    # Not imported for the question: that costs seconds where nothing is compiled.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return getattr(getattr(frames, "_stance", None), "stance", "") == "force_eager"
 
 
 def _is_pytorchs(module: torch.nn.Module) -> bool:
