@@ -534,6 +534,39 @@ def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
     assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU")
 
 
+def _scaled(steps: int) -> tuple[int, str, list[str]]:
+    """Adam's states after some steps with a scale too large for the first three, what the report says, and of which lines."""
+    with gpumem_magic.measure() as measured:
+        model = torch.nn.Linear(64, 64).cuda()
+        adam = torch.optim.Adam(model.parameters())
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**12)
+        for _ in range(steps):
+            with torch.autocast("cuda", dtype=torch.float16):
+                loss = model(torch.ones(64, 64, device="cuda")).sum()
+            scaler.scale(loss).backward()
+            scaler.step(adam)
+            scaler.update()
+            adam.zero_grad()
+    return len(adam.state), measured.report.answer, [one.decides for one in measured.report.stand_ins]
+
+
+def test_steps_that_a_scaler_may_skip_are_said_behind_the_answer() -> None:
+    # A weight's gradient is the scale times 64: from 2 ** 10 on it is no number of half precision.
+    gpu.turn_on("T4,values=real")
+    taken = [_scaled(steps) for steps in (3, 4)]
+    assert [(states, "skipped" in answer) for states, answer, _ in taken] == [(0, False), (2, False)]
+    gpu.turn_on("T4,values=stand-in")
+    states, answer, decides = _scaled(3)
+    assert (states, decides) == (2, ["step"])
+    before, doubt, place = answer.partition(
+        "An optimizer's step may be skipped on a GPU, and its state come later: `GradScaler` goes by a value that the virtual "
+        "GPU does not know, read at "
+    )
+    assert before
+    assert doubt
+    assert re.match(r"`test_values_headline\.py:\d+`", place)
+
+
 def test_a_wait_that_never_ends_is_said_once(tmp_path: Path) -> None:
     gpu.turn_on("T4,values=auto")
     code = textwrap.dedent("""

@@ -20,6 +20,7 @@ _MANY = 1000
 _SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 # What hands a call on, and under which name it has what is called: `VirtualTensor`, and our ``ScriptFunction.__call__``.
 _HANDED_ON = {"__torch_function__": "func", "called": "self"}
+_SCALED_STEP = torch.amp.GradScaler.step.__code__
 _Line = tuple[str, int]
 
 
@@ -27,8 +28,8 @@ class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
-    `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), or an
-    error came of it that was caught ("caught").
+    `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
+    `GradScaler.step`, which skips the optimizer's ("stepping"), or an error came of it that was caught ("caught").
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
     """
@@ -114,7 +115,8 @@ def _text_of(error: BaseException) -> str:
 
 def _reader(line: _Line) -> tuple[FrameType | None, str]:
     """The frame of the line, and who reads in its stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it
-    traced, or a function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are; else "".
+    traced, a function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are, or
+    `GradScaler.step` ("stepping"); else "".
     """
     frame: FrameType | None = sys._getframe(2)
     reader = ""
@@ -124,6 +126,8 @@ def _reader(line: _Line) -> tuple[FrameType | None, str]:
         handed = _HANDED_ON.get(frame.f_code.co_name)
         if not reader and handed is not None and isinstance(frame.f_locals.get(handed), _SCRIPTED):
             reader = "scripted"
+        if not reader and frame.f_code is _SCALED_STEP:
+            reader = "stepping"
         frame = frame.f_back
     return frame, reader
 

@@ -150,8 +150,8 @@ class StandIn:
     supplied: how many of these were values that the user supplied. decides: what may be made
     of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
-    is only checked for numbers that are none ("check"), or whole numbers of a list are printed, or a text that is made of them
-    ("text"). latest: nothing was read after it.
+    is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
+    printed, or a text that is made of them ("text"). latest: nothing was read after it.
     """
 
     line: str
@@ -161,7 +161,7 @@ class StandIn:
         default="",
         metadata={
             "only_with": "decides",
-            "one_of": ("except", "loop", "size", "branch", "choice", "selection", "check", "text"),
+            "one_of": ("except", "loop", "size", "branch", "choice", "selection", "check", "step", "text"),
         },
     )
     latest: bool = field(default=False, metadata={"only_with": "latest"})

@@ -54,8 +54,9 @@ class ReadsWithin:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared, scripted = (
-        marks[read[0], read[1], mark] for mark in ("caught", "whole", "sized", "list", "compared", "scripted")
+    caught, whole, sized, listed, compared, scripted, stepping = (
+        marks[read[0], read[1], mark]
+        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping")
     )
     if caught:
         return "except"
@@ -81,5 +82,7 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
         return "selection"
     if checks_for_none(*read, callers, within):
         return "check"
+    if stepping:
+        return "step"
     # Tokens become a text, which looks like one; a single number is seen to be zero.
     return "text" if listed and any(is_printed(*place) for place in (read, *stack[own:])) else ""

@@ -43,10 +43,11 @@ _DOUBTS = {
     "choice": ("Another object may be chosen on a GPU", "it goes by"),
     "selection": ("A selection may have another size on a GPU", "it goes by"),
     "check": ("A check for numbers that are not finite may find some on a GPU", "it goes by"),
+    "step": ("An optimizer's step may be skipped on a GPU, and its state come later", "`GradScaler` goes by"),
     "text": ("The program prints something else on a GPU", "it is made of"),
 }
 # The program's way is the same, as far as these tell.
-_MILD = frozenset({"selection", "check", "text"})
+_MILD = frozenset({"selection", "check", "step", "text"})
 _ALSO = {
     "loop": "and a loop end earlier or later",
     "size": "and sizes may be others",
@@ -54,6 +55,7 @@ _ALSO = {
     "choice": "and another object be chosen",
     "selection": "and a selection may have another size",
     "check": "and a check may find numbers that are not finite",
+    "step": "and an optimizer's step be skipped",
     "text": "and what is printed be something else",
 }
 # What an error keeps was in use when it came, and is no reason for it.
