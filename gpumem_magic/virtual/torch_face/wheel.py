@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.backends.cudnn
+
+# (It warns while it is imported where a build for a card lacks Triton; a build for the host needs none.)
+import torch.utils.flop_counter
 import torch.version
 
 from gpumem_magic.patching import Patches
