@@ -234,10 +234,23 @@ def test_two_recordings_are_compared_allocation_by_allocation(diff: Any) -> None
     assert lines[3] == "B's peak is 25.00 % lower: 45.0 MiB more than at the start, A's 60.0 MiB."
     # 10 and 30 have partners: four of six, and 40 of 60 MiB.
     assert "66.67 % of the allocations match, and 66.67 % of A's bytes." in lines
-    assert "They first part after 1 allocations: A asks for 20,971,520 bytes" in text
+    assert "They first part after 1 allocation: A asks for 20,971,520 bytes" in text
     assert "data.py:20" in text
     assert "model.py:10" in text.partition("Only in B:")[2]
     assert any(line.startswith("growth at end") for line in lines)
+
+
+def test_a_line_of_the_program_stands_before_one_of_a_library(diff: Any) -> None:
+    library = {"filename": "/env/lib/python3.11/site-packages/einops/_backends.py", "name": "einsum", "line": 291}
+    cell = {"filename": "/tmp/ipykernel_7/12.py", "name": "<module>", "line": 3}
+    lines = diff(snapshot((10, [library, *MODEL])), snapshot((20, [library, cell]), (30, [library])), "--events")
+    assert "/home/me/model.py:10 build" in lines[lines.index("Only in A:") + 1]
+    of_b = lines[lines.index("Only in B:") + 1 :]
+    assert "_backends.py:291 einsum" in of_b[0]
+    assert "12.py:3 <module>" in of_b[1]
+    assert any(
+        line.startswith("They part at the first allocation: A asks for 10,485,760 bytes, /home/me") for line in lines
+    )
 
 
 def test_what_is_freed_at_another_time_is_said(diff: Any) -> None:

@@ -267,7 +267,13 @@ def table_of_states(results: Sequence[StateResult]) -> str:
 
 def named(case: Mapping[str, Any]) -> tuple[str, str]:
     """The program and the card, as the tables name them."""
-    card = case["device"].replace(",torch=", ", ").partition(",total=")[0].partition(",context=")[0]
+    card = (
+        case["device"]
+        .replace(",torch=", ", ")
+        .partition(",total=")[0]
+        .partition(",context=")[0]
+        .partition(",addresses=")[0]
+    )
     return f"{case['repository'].partition('/')[0]}: {name_of(case)}", card
 
 

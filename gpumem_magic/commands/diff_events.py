@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator
 
 from gpumem_magic.allocator.replayable import replayables
-from gpumem_magic.attribution.sites import folded
+from gpumem_magic.attribution.sites import is_library, is_python, words_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.snapshot.model import TraceEvent
 from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.snapshot.whole_file import printable
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 # Below this share of partners two recordings are told to be of different programs.
 _HARDLY = 0.5
@@ -55,7 +55,7 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     yield f"segments        A {a.segments:,}  B {b.segments:,}"
     first = _first(a, b, pairing)
     if first:
-        yield f"\nThey first part after {first}"
+        yield f"\n{first}"
     for name, side, alone, events in (("A", a, pairing.alone_a, pairing.a), ("B", b, pairing.alone_b, pairing.b)):
         groups = Counter((side.events[events[index]].size, place(side.events[events[index]])) for index in alone)
         if groups and most > 0:
@@ -93,7 +93,7 @@ def _listed(groups: Counter[tuple[int, str]], most: int) -> Iterator[str]:
 
 
 def _first(a: Recorded, b: Recorded, pairing: Pairing) -> str:
-    """Where the recordings first differ: the number of the allocation, and who asked for what."""
+    """Where the recordings first differ: after how many allocations, and who asked for what."""
     ends = [alone[0] for alone in (pairing.alone_a, pairing.alone_b) if alone]
     if not ends:
         return ""
@@ -103,16 +103,16 @@ def _first(a: Recorded, b: Recorded, pairing: Pairing) -> str:
         if alone and alone[0] == same:
             event = side.events[events[same]]
             told.append(f"{name} asks for {event.size:,} bytes, {printable(place(event))}")
-    return f"{same:,} allocations: {'; '.join(told)}."
+    where = f"They first part after {counted(same, 'allocation')}" if same else "They part at the first allocation"
+    return f"{where}: {'; '.join(told)}."
 
 
 def place(event: TraceEvent) -> str:
-    """Where memory was asked for: the operator, where the stack has C++ frames, and the user's line."""
+    """Where memory was asked for: the operator, where the stack has C++ frames, and the program's line, or else a library's."""
     operators = [found[1] for frame in event.frames if (found := _OPERATOR.search(frame.name))]
-    lines = (
-        [line for line in folded(event.frames) if not line.startswith("(") and ".py:" in line] if event.frames else []
-    )
-    return ", ".join([*operators[-1:], *lines[:1]]) or "no stack"
+    python = [frame for frame in event.frames if is_python(frame)]
+    lines = [frame for frame in python if not is_library(frame)] or python
+    return ", ".join([*operators[-1:], *map(words_of, lines[:1])]) or "no stack"
 
 
 def _error(a: int, b: int) -> str:

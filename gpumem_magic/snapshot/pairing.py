@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import round_size
 from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.units import counted
 
 # More differences than this in one stretch are not searched for the best pairing: the search goes on from its furthest point.
 MOST_DIFFERENCES = 1500
@@ -185,7 +186,7 @@ def _when(first: int | None, second: int | None) -> str:
     """When the second side frees what the first frees before that many pairs (None: never)."""
     if first is None or second is None:
         return "never" if second is None else "although A never does"
-    return f"{abs(second - first):,} allocations {'later' if second > first else 'sooner'}"
+    return f"{counted(abs(second - first), 'allocation')} {'later' if second > first else 'sooner'}"
 
 
 def _places(side: Recorded) -> dict[int, tuple[int, int]]:
