@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -110,3 +111,15 @@ def test_errors_are_told_from_refusals(modules: dict[str, Any]) -> None:
     assert own.last_error == "torch.AcceleratorError: CUDA error: invalid device ordinal"
     assert not judging.is_refusal(own)
     assert judging.is_refusal(ended("NotImplementedError: the virtual GPU cannot hold a nested tensor."))
+
+
+def test_a_notebook_is_run_cell_by_cell_without_what_is_ipythons(modules: dict[str, Any]) -> None:
+    cells = [
+        {"cell_type": "markdown", "source": ["# Words"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "x = 1\n", "if x:\n", "    !ls\n"]},
+        {"cell_type": "code", "source": ["%%bash\n", "exit 1"]},
+        {"cell_type": "code", "source": ["y = x % 2\n", "said = '''\n", "100 %\n", "'''"]},
+    ]
+    found: dict[str, object] = {}
+    exec(modules["layout"].script_of(json.dumps({"cells": cells})), found)
+    assert (found["x"], found["y"], found["said"]) == (1, 1, "\n100 %\n")

@@ -23,11 +23,7 @@ def install(patches: Patches, factories: Factories) -> None:
     """Until the patches are undone, Dynamo takes graphs of programs on the device."""
     builder = importlib.import_module("torch._dynamo.variables.builder")
     wrap_tensor = builder.VariableBuilder.wrap_tensor
-    plain_dispatch = builder.VariableBuilder._type_dispatch.__func__
     plain_subclass = builder.infer_subclass_type
-
-    def type_dispatch(cls: Any) -> dict[object, Any]:
-        return {**plain_dispatch(cls), VirtualTensor: wrap_tensor}
 
     def infer_subclass_type(value: Any) -> Any:
         return None if type(value) is VirtualTensor else plain_subclass(value)
@@ -39,7 +35,6 @@ def install(patches: Patches, factories: Factories) -> None:
         return wrap_tensor(self, value)
 
     patches.set(builder.VariableBuilder, "wrap_tensor", wrap)
-    patches.set(builder.VariableBuilder, "_type_dispatch", classmethod(type_dispatch))
     patches.set(builder, "infer_subclass_type", infer_subclass_type)
     rules = importlib.import_module("torch._dynamo.trace_rules")
     # (What is looked at when it is on: the name's owner is another, or the frames of this package.)
