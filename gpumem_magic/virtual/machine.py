@@ -56,6 +56,7 @@ from gpumem_magic.virtual.operators import (
     gradients_that_meet,
     jagged,
     kept_inputs,
+    known_zeros,
     recurrent,
     workspaces,
 )
@@ -331,6 +332,7 @@ class VirtualMachine:
             attempt(self.attention.install)
             attempt(jagged.install, self.capability)
             attempt(composites.install)
+            attempt(known_zeros.install)
             attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
             attempt(recurrent.install, not rocm)

@@ -70,6 +70,8 @@ class AlikeCalls:
         self._ways: dict[int, tuple[bool, bool, Any]] = {}
         self._found: dict[tuple[Any, ...], Answer] = {}
         self._attributes: dict[torch.device, dict[str, Any]] = {}
+        # Whether there are tensors of which PyTorch knows that they are zero.
+        self.zeros = False
 
     def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """All that a result's looks depend on; None where something else may count."""
@@ -140,6 +142,7 @@ class AlikeCalls:
                     or arg.is_neg()
                     or (dtype.is_complex and arg.is_conj())
                     or (untracked and arg.requires_grad)
+                    or (self.zeros and arg._is_zerotensor())
                 ):
                     return False
                 key += (arg.shape, arg.stride(), dtype, arg.fake_device, arg.is_inference())

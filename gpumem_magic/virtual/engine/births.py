@@ -30,6 +30,7 @@ from gpumem_magic.looks.code import (
 )
 from gpumem_magic.looks.tensors import no_dispatch, no_functions
 from gpumem_magic.virtual.engine.alike import Answer
+from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Python functions of PyTorch's that users call by their names.
@@ -112,7 +113,7 @@ class Births:
         node = _current_autograd_node()
         name, forward = "", None
         if node is not None:
-            name, forward = node.name(), self._nodes.get(node._sequence_nr())
+            name, forward = node.name(), self._nodes.get(number_of(node))
             if forward is not None and not _is_of(name, forward[0]):
                 forward = None
         what: Any

@@ -10,6 +10,7 @@ import torch
 
 from gpumem_magic.looks.code import TORCH, whose
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _NUMBERS = frozenset((bool, int, float))
@@ -117,7 +118,7 @@ def node_now() -> int:
     if not STATE.backward:
         return 0
     node = torch._C._current_autograd_node()
-    return 0 if node is None else hash((node.name(), node._sequence_nr()))
+    return 0 if node is None else hash((node.name(), number_of(node)))
 
 
 def users_line() -> tuple[str, int]:

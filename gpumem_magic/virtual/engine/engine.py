@@ -504,6 +504,10 @@ class Engine:
                 return self._as_meta(func, args, kwargs)
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
+        remembers = self.fake.cache_enabled
+        if looks is None and self.alike.zeros:
+            # (It takes known zeros for other tensors that look so.)
+            self.fake.cache_enabled = False
         STATE.depth += 1
         try:
             out = self.fake.dispatch(func, (), args, kwargs)
@@ -527,6 +531,7 @@ class Engine:
             raise words from None
         finally:
             STATE.depth -= 1
+            self.fake.cache_enabled = remembers
 
     def _as_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives on the meta device, for tensors that look so."""

@@ -18,7 +18,7 @@ from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
-from gpumem_magic.virtual.engine.modes import STATE, origin, pushed
+from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import index_lists
 from gpumem_magic.virtual.operators.copies import staged_bytes
@@ -117,12 +117,24 @@ def _stays(engine: Engine, args: Any, kwargs: Any) -> bool:
     return target is None or target.type == "cuda"
 
 
+def _is_asked_for_its_shape(target: Any) -> bool:
+    """Whether C++ wants a tensor without memory, as for a product with known zeros (``BinaryOps.cpp``): virtual devices have a
+    number there."""
+    return target is not None and target.type == "meta" and target.index is None
+
+
 @special(_aten._to_copy.default, plain=_stays, by_looks=True)
 def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     # (A number that C++ multiplies known zeros with comes as one.)
     args = with_constants(func, args)
     source = args[0]
     target = kwargs.get("device")
+    if _is_asked_for_its_shape(target):
+        dtype = kwargs.get("dtype") or source.dtype
+        # (One zero on the device stands for known zeros there.)
+        known = source._is_zerotensor() and source.device.type != "cpu"
+        with engine.scratch(device, source.element_size() if known else 0):
+            return made_plainly(torch.empty_strided, source.size(), source.stride(), dtype=dtype, device=target)
     if not isinstance(source, VirtualTensor):
         if target is None or target.type == "cpu":
             return func(*args, **kwargs)

@@ -12,12 +12,14 @@ import torch._subclasses.fake_tensor
 import torch.autograd.graph
 import torch.optim
 import torch.utils._foreach_utils
+from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
 from gpumem_magic.virtual.engine.modes import STATE, pushed
+from gpumem_magic.virtual.engine.node_numbers import count_pass
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
@@ -39,13 +41,17 @@ def _backward(patches: Patches, engine: Engine) -> None:
         first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
         if first is not None:
             STATE.last_device = first.fake_device.index
+        numbered = _get_sequence_nr()
         STATE.backward += 1
         try:
             # Hooks, functions and compilers that run in it call PyTorch as the program does elsewhere.
             with pushed(engine.mode), torch._C._EnableTorchFunction():
-                return original(t_outputs, *args, **kwargs)
+                found = original(t_outputs, *args, **kwargs)
         finally:
             STATE.backward -= 1
+        if not STATE.backward:
+            count_pass(numbered, t_outputs, args, found)
+        return found
 
     patches.set(torch.autograd.graph, "_engine_run_backward", run)
     patches.set(torch.autograd, "_engine_run_backward", run)
