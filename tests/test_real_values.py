@@ -402,3 +402,14 @@ def test_shape_rules_that_see_the_meta_device_take_no_memory() -> None:
     assert product.shape == (512,)
     with pytest.raises(RuntimeError, match="cuda:0 and meta"):
         w * torch.empty(512, device="meta")
+
+
+def test_a_loss_holds_the_memory_of_its_shares_and_what_lies_behind_it_may_be_looked_at() -> None:
+    gpu.turn_on("T4,values=real")
+    x, y = torch.ones(64, 64, device="cuda"), torch.zeros(64, 64, device="cuda")
+    loss = torch.nn.functional.mse_loss(x, y)
+    assert (loss.item(), loss.shape, loss.untyped_storage().nbytes()) == (1.0, (), 4 * 64 * 64)
+    whole = torch.empty(0, device="cuda").set_(loss.untyped_storage(), 0, (64, 64), (64, 1))
+    whole.fill_(3.0)
+    assert (loss.item(), whole.sum().item()) == (3.0, 3.0 * 64 * 64)
+    assert (loss + whole[5, 7]).item() == 6.0

@@ -24,14 +24,14 @@ def _shrunk(engine: Engine, args: Any, reduction: int, device: int) -> Any:
     result = _full(args)
     shares = _full(args)
     _add_up(engine, reduction, shares, result, device)
-    return result.resize_(())
+    return engine.on_memory_of(result, (), (), 0)
 
 
 def _kept(engine: Engine, args: Any, reduction: int, device: int) -> Any:
     shares = _full(args)
     with engine.scratch(device, shares.element_size()):
         _add_up(engine, reduction, shares, shares, device)
-    return shares.resize_(())
+    return engine.on_memory_of(shares, (), (), 0)
 
 
 def _passing(engine: Engine, args: Any, reduction: int, device: int) -> Any:
@@ -60,7 +60,7 @@ def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
 def _full(args: Any) -> Any:
     """A tensor of the size of all shares."""
     input, target = args[:2]
-    shape = torch.broadcast_shapes(input.shape, target.shape)
+    shape = input.shape if input.shape == target.shape else torch.broadcast_shapes(input.shape, target.shape)
     return torch.empty(shape, dtype=torch.promote_types(input.dtype, target.dtype), device=input.device)
 
 
