@@ -75,6 +75,18 @@ def test_its_sums_go_before_its_workspace() -> None:
     assert freed.index(sums) + 1 == freed.index(max(freed))
 
 
+@pytest.mark.parametrize(("heads", "queries", "copied"), [(4, 16, 1), (4, 1, 0), (1, 16, 0)])
+def test_its_sums_lie_head_by_head_already_where_there_is_one_head_or_one_query(
+    heads: int, queries: int, copied: int
+) -> None:
+    query = tokens_first(8, heads, queries, 64, dtype=torch.float32)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        out = F.scaled_dot_product_attention(query, query, query)
+    gradient = torch.zeros_like(out)
+    # For each row of 64 a sum.
+    assert made(lambda: torch.autograd.grad(out, query, gradient)).count(8 * heads * queries * 4) == 1 + copied
+
+
 # ---- keys in parts
 
 

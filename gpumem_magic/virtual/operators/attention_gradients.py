@@ -133,8 +133,8 @@ def _efficient(
     sums = shape.batch * shape.heads * shape.queries * _FLOAT
     products = []
     if not half or not (kernel.in_registers or capability != (7, 0)):
-        # The result times its gradient, summed up and laid out anew; in float32.
-        products = [sums * width] * (3 if half else 1) + [sums]
+        # The result times its gradient, summed up, and the sums head by head: they lie so where one of both is one. In float32.
+        products = [sums * width] * (3 if half else 1) + [sums] * (shape.heads > 1 and shape.queries > 1)
     # The sums go first.
     with ExitStack() as workspace, ExitStack() as sums_of_rows:
         with engine.scratch(device, *products):
