@@ -10,6 +10,7 @@ From 2.15 nothing is kept (194311). AMD builds have them since 2.6 (138791).
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ half of those with 2.1 to 2.11. Those of the others are 0x7..., and fall."""
 _PAIR = re.compile(r":(\d+):(\d+)")
 
 
+@functools.cache
 def parse_version(text: str) -> Version:
     """(2, 6) of ``2.6.0+cu124``. Raises ValueError for what is no version."""
     match = re.match(r"(\d{1,3})\.(\d{1,3})(?![\d])", text.strip())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 # What Dynamo must not look into: the device itself, and what relays calls to it. Hooks of a recording stay, which say nothing
 # while it compiles, so that a measured program breaks into no other graphs.
 _PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "looks", _PACKAGE / "patching.py")
+_A_LOOP = "graph break in a for/while loop"
 
 
 def install(patches: Patches, factories: Factories) -> None:
@@ -55,6 +57,29 @@ def _know_who_asks(patches: Patches, rules: Any) -> None:
     handler = handlers.get(plain) or handlers[ours]
     handlers.update({plain: handler, ours: handler})
     patches.insert(rules, "torch_name_rule_map", {"torch.overrides.has_torch_function": functions})
+
+
+def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
+    """Until the patches are undone, functions are counted that run eagerly because their graph breaks within a loop. Before 2.11
+    Dynamo gives up such a function and says so to its log alone; later it raises an error, which is in its tables
+    (`torch/_dynamo/symbolic_convert.py`)."""
+    translator = importlib.import_module("torch._dynamo.symbolic_convert").InstructionTranslator
+    if hasattr(translator, "raise_loop_graph_break"):
+        return
+    run = translator.run
+    skipped = importlib.import_module("torch._dynamo.exc").SkipFrame
+
+    def run_and_name(self: Any) -> Any:
+        try:
+            return run(self)
+        except skipped as reason:
+            if _A_LOOP in str(reason):
+                code = self.f_code
+                where = f"`{code.co_name}` ({Path(code.co_filename).name}:{code.co_firstlineno})"
+                otherwise[f"eagerly, as on a card with PyTorch before 2.11: in a loop of {where} it breaks"] += 1
+            raise
+
+    patches.set(translator, "run", run_and_name)
 
 
 def _forget() -> None:

@@ -10,12 +10,18 @@ from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler.tuning import Tuning
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _BITS = re.compile(r"\d+")
+# A kernel's arguments. Inductor's own names say which it only reads; what it changes in place has another such name beside it
+# (`KernelArgs` in `torch/_inductor/codegen/common.py`, the same in 2.9 to 2.13). The names in a program's kernel say nothing.
+_ARGUMENTS = re.compile(r"^def \w+\(([^)]*)\)", re.MULTILINE)
+_ONLY_READ = re.compile(r"\s*in_ptr\d+\b")
+_A_PROGRAMS = "@triton_heuristics.user_autotune"
 
 
 class _Launch:
@@ -25,16 +31,26 @@ class _Launch:
         self._engine = engine
         self._source = source
         self._tuning: Tuning | None = tuning
+        self._only_read = _only_read(source)
 
     def run(self, *args: Any, **kwargs: Any) -> None:
         tuning, self._tuning = self._tuning, None
         if tuning is not None:
             tuning.first_launch(self._source, args)
-        for arg in args:
-            if isinstance(arg, VirtualTensor):
-                self._engine.forget(arg)
+        # (Whose attributes are looked up as C++ has them: each would go through Python else.)
+        with no_functions():
+            for place, arg in enumerate(args):
+                if place not in self._only_read and isinstance(arg, VirtualTensor):
+                    self._engine.forget(arg)
 
     __call__ = run
+
+
+def _only_read(source: str) -> frozenset[int]:
+    """The places of arguments that a kernel does not write to."""
+    found = None if _A_PROGRAMS in source else _ARGUMENTS.search(source)
+    names = found[1].split(",") if found else []
+    return frozenset(place for place, name in enumerate(names) if _ONLY_READ.match(name))
 
 
 def install(patches: Patches, engine: Engine, tuning: Tuning) -> None:

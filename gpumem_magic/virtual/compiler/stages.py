@@ -88,6 +88,7 @@ class Compiler:
             patches.attempt(run_eagerly, self._count)
             return
         self._trace(patches)
+        patches.attempt(dynamo.name_loops_that_break, self._otherwise)
         patches.attempt(graph_trees.install, self._machine)
 
     def _trace(self, patches: Patches) -> None:
