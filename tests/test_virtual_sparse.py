@@ -320,3 +320,42 @@ def test_a_compressed_matrix_without_a_rule_is_refused_in_one_line() -> None:
         by_rows("cuda") @ torch.ones(4, 2, device="cuda")
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         by_rows("cuda") @ torch.ones(3, 2)
+
+
+def taken_in_backward(hook: Callable[[torch.Tensor], None] | None = None) -> list[int]:
+    """What a backward pass into the rows of a table asks for. 10 rows of 16 numbers, 640 bytes; their places, 80."""
+    table = torch.nn.Embedding(100, 16, sparse=True, device="cuda")
+    if hook is not None:
+        table.weight.register_hook(hook)
+    rows = table(torch.arange(10, device="cuda")) * torch.ones((), device="cuda")
+    gradient = torch.ones(10, 16, device="cuda")
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    rows.backward(gradient)
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    return [event["size"] for event in trace if event["action"] == "alloc"]
+
+
+def test_a_leaf_keeps_a_sparse_gradient_as_it_comes() -> None:
+    # accumulate_grad.h: new_grad is sparse, its parts lie plainly, and only the engine holds it. The rows are the product's own
+    # gradient, the places the indices that the table was asked with: nothing is copied.
+    assert taken_in_backward() == [640]
+
+
+def test_a_leaf_copies_a_sparse_gradient_that_somebody_holds() -> None:
+    # Its values first: of the arguments of `copy_into_sparse` (SparseTensor.cpp) the last is made first.
+    kept: list[torch.Tensor] = []
+    assert taken_in_backward(kept.append) == [640, 640, 80]
+
+
+def test_a_leaf_copies_rows_that_do_not_lie_plainly() -> None:
+    # The gradient of a sum is one number, expanded.
+    table = torch.nn.Embedding(100, 16, sparse=True, device="cuda")
+    rows = table(torch.arange(10, device="cuda")).sum()
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    rows.backward()
+    trace = memory._snapshot()["device_traces"][0]
+    memory._record_memory_history(enabled=None)
+    assert [event["size"] for event in trace if event["action"] == "alloc"] == [4, 640, 80]

@@ -356,7 +356,7 @@ class VirtualMachine:
             self.nvml.install()
             for gpu in self._devices:
                 self.smi.update(gpu.index, gpu.used_bytes())
-            gradients_that_meet.learn()
+            gradients_that_meet.learn(self.engine)
         except BaseException:
             self.remove("the virtual GPU could not be turned on")
             raise

@@ -2,7 +2,8 @@
 
 After ``accumulate`` in torch/csrc/autograd/input_buffer.cpp: gradient mode is off, nobody but the engine holds the first
 gradient, and it lies densely. C++ takes another way for subclasses of tensors, which virtual tensors are: the sum comes as a
-plain ``add``, and is told here from one of a gradient's own formula, whose first tensor was made by that very node.
+plain ``add``, and is told here from one of a gradient's own formula, whose first tensor was made by that very node. Likewise a
+leaf keeps a sparse gradient as it comes, where C++ would copy one of a subclass.
 """
 
 from __future__ import annotations
@@ -38,14 +39,16 @@ class _Holders(NamedTuple):
 
 
 class _Learning:
-    """What one holds that only the engine holds; found out once, since it depends on the version."""
+    """What one holds that only the engine holds, and a sparse one that comes to a leaf; found out once, since it depends on the
+    version."""
 
     running = False
     found: _Holders | None = None
+    of_sparse: _Holders | None = None
 
 
-def learn() -> None:
-    """Has a gradient of no elements meet another, and keeps how often it is held then."""
+def learn(engine: Engine) -> None:
+    """Has a gradient of no elements meet another, and a sparse one come to a leaf, and keeps how often each is held then."""
     if _Learning.found is not None:
         return
     _Learning.running = True
@@ -55,8 +58,15 @@ def learn() -> None:
             middle = leaf.neg()
             # None of these keeps a tensor, so no hook of the program's is called.
             torch.autograd.grad(middle.neg() + middle.neg(), leaf, torch.empty_like(leaf))
+            weight = torch.empty(1, 0, device="cuda", requires_grad=True)
+            # (PyTorch warns where nobody has said whether it is to check the indices.)
+            with torch.sparse.check_sparse_tensor_invariants(torch.sparse.check_sparse_tensor_invariants.is_enabled()):
+                rows = torch.embedding(weight, torch.empty(0, dtype=torch.long, device="cuda"), sparse=True)
+                rows.backward(torch.empty_like(rows))
     finally:
         _Learning.running = False
+        # That one is gone.
+        engine.holds_sparse = False
 
 
 def _is_forward_sum(engine: Engine, args: Any, kwargs: Any) -> bool:
@@ -108,3 +118,16 @@ def is_free(tensor: Any) -> bool:
         _Learning.found = held
     alone = _Learning.found
     return alone is not None and all(map(operator.le, held, alone)) and is_dense(tensor)
+
+
+def may_be_stolen(gradient: Any) -> bool:
+    """Whether only the engine holds a sparse gradient that a leaf without one would copy (``accumulate_grad.h``): C++ takes its
+    parts, as they come from Python, for held by others, too."""
+    node = torch._C._current_autograd_node()
+    if node is None or type(node).__name__ != "AccumulateGrad" or torch.is_grad_enabled():
+        return False
+    held = _Holders(sys.getrefcount(gradient), gradient._use_count(), 0)
+    if _Learning.running:
+        _Learning.of_sparse = held
+    alone = _Learning.of_sparse
+    return alone is not None and all(map(operator.le, held, alone))

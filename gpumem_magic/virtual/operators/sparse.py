@@ -21,6 +21,7 @@ from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
+from gpumem_magic.virtual.operators.gradients_that_meet import may_be_stolen
 
 _INDEX_BYTES = 8
 
@@ -136,10 +137,13 @@ _scaled = _same_places(indices=False)
 
 @_sparse(*overloads("clone _sparse_softmax _sparse_log_softmax"))
 def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The values first: C++ copies both in one call, whose last argument is made first (`copy_into_sparse`)."""
     old = parts(engine, args[0])
-    return join(
-        _copy(engine, old.indices, device), _copy(engine, old.values, device), args[0].shape, args[0].is_coalesced()
-    )
+    stolen = func is _aten.clone.default and may_be_stolen(args[0])
+    if stolen and old.indices.is_contiguous() and old.values.is_contiguous():
+        return join(old.indices, old.values, args[0].shape, args[0].is_coalesced())
+    values = _copy(engine, old.values, device)
+    return join(_copy(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
 
 
 @_sparse(_aten._to_copy.default)
