@@ -157,7 +157,8 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     shape = engine.fake_call(func, args, {**kwargs, "device": source.fake_device, "pin_memory": None})
     with engine.scratch(device, staged_bytes(source, shape)):
         pass
-    return _read_into(engine, source, host_zeros(shape))
+    host = _host_like(shape)
+    return _read_into(engine, source, host if engine.computes else host.zero_())
 
 
 def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
@@ -182,12 +183,12 @@ def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
     return moved._coalesced_(source.is_coalesced()) if source.layout is torch.sparse_coo else moved
 
 
-def host_zeros(like: FakeTensor) -> torch.Tensor:
-    """A real host tensor of zeros with the fake tensor's shape, strides and dtype."""
+def _host_like(like: FakeTensor) -> torch.Tensor:
+    """A real host tensor with the fake tensor's shape, strides and dtype."""
     blank: torch.Tensor = _aten.empty_strided.default(
         like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")
     )
-    return blank.zero_()
+    return blank
 
 
 @special(
