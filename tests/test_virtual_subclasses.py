@@ -326,3 +326,30 @@ def test_a_parameter_class_made_of_a_tensor_on_the_device() -> None:
     del made, data, layer, x
     torch._C._cuda_clearCublasWorkspaces()
     assert torch.cuda.memory_allocated() == 0
+
+
+@pytest.mark.parametrize("values", ["", ",values=real", ",values=auto"])
+def test_a_dictionary_that_is_handed_on_leaves_a_tensor_where_it_is(values: str) -> None:
+    """As classes with metadata do it, by assignment: from the host to the device, between two there, and back."""
+    gpu.turn_on(f"T4{values}")
+
+    class Told(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = super().__torch_function__(func, types, args, kwargs or {})
+            if isinstance(found, Told) and isinstance(args[0], Told):
+                found.__dict__ = args[0].__dict__.copy()
+            return found
+
+    host: Any = torch.arange(3.0).as_subclass(Told)
+    host.told = "first"
+    moved = host.to("cuda")
+    later = (moved + 1) * 2
+    back = later.cpu()
+    again = back.cuda()
+    assert [one.told for one in (moved, later, back, again)] == ["first"] * 4
+    assert [one.device.type for one in (moved, later, back, again)] == ["cuda", "cuda", "cpu", "cuda"]
+    assert type(later) == Told  # noqa: E721
+    assert torch.nn.functional.linear(later[None], torch.ones(2, 3, device="cuda")).shape == (1, 2)
+    if values:
+        assert (back.tolist(), again.tolist()) == ([2.0, 4.0, 6.0], [2.0, 4.0, 6.0])

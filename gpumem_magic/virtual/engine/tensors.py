@@ -144,10 +144,21 @@ def _behind_a_wrapper(func: FunctionType, caller: FrameType) -> Any:
 
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
-    """What the program put on the tensor object."""
-    if not isinstance(tensor, VirtualTensor):
-        return dict(tensor.__dict__)
+    """What the program put on the tensor object. (A host tensor may have been given all that another's dictionary held.)"""
     return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
+
+
+_DICTIONARY: Any = next(vars(kind)["__dict__"] for kind in torch.Tensor.__mro__ if "__dict__" in vars(kind))
+
+
+def _put_dictionary(tensor: torch.Tensor, given: dict[str, Any]) -> None:
+    """``tensor.__dict__ = given``: PyTorch keeps nothing there on a card, and what is kept there here stays."""
+    kept = {name: value for name, value in _DICTIONARY.__get__(tensor).items() if name in _FAKE_ATTRIBUTES}
+    _DICTIONARY.__set__(tensor, {name: value for name, value in given.items() if name not in _FAKE_ATTRIBUTES} | kept)
+
+
+# For classes of the program's own, some of which hand their metadata on so.
+OWN_DICTIONARY = property(_DICTIONARY.__get__, _put_dictionary)
 
 
 def own_class(kind: Any) -> Any:

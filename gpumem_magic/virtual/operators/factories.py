@@ -322,7 +322,8 @@ class Factories:
     def _meta(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on the meta device: by what it gave before, as PyTorch has some of these in Python."""
         given = (*args, *kwargs.values())
-        if not all(map(_is_plainly_given, given)):
+        # (TorchScript's trace holds what was called.)
+        if torch._C._get_tracing_state() is not None or not all(map(_is_plainly_given, given)):
             return made_plainly(original, *args, **kwargs)
         # (1, 1.0 and True are the same key.)
         asked = (original, torch.get_default_dtype(), *kwargs, *given, *map(type, given))

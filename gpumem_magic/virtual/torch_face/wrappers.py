@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import OWN, VirtualKind, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OWN, OWN_DICTIONARY, VirtualKind, VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
@@ -88,7 +88,9 @@ def joined(cls: Any) -> type:
     if issubclass(cls, VirtualTensor):
         joined: type = cls
         return joined
-    own: dict[str, Any] = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls}
+    own: dict[str, Any] = {
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls, "__dict__": OWN_DICTIONARY,
+    }  # fmt: skip
     # What a class has from `Parameter` knows no virtual tensor.
     for name in ("__repr__", "__reduce_ex__"):
         if getattr(cls, name) is getattr(torch.nn.Parameter, name):
