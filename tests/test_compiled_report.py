@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from causes_cells import notebook
 from torch.torch_version import TorchVersion
 
 import gpumem_magic
@@ -148,6 +149,23 @@ def test_what_compiled_code_keeps_is_its_modules() -> None:
             assert [[inner.activations for inner in one.children] for one in top.children] == [[8 * MIB] * 2, [8 * MIB]]
     finally:
         gpu.turn_off()
+
+
+def test_what_compiled_code_made_is_told_as_such() -> None:
+    """Its line is the function's first, which makes no tensor by itself."""
+    cell = """
+    def waves(x):
+        for _ in range(4):
+            x = (x @ x).sin()
+        return x.sum()
+    x = torch.rand(2048, 2048, device="cuda", requires_grad=True)
+    {}(x).backward()
+    """
+    with notebook("A100-40GB") as book:
+        plain = book.measured(cell.format("waves")).answer
+        compiled = book.measured(cell.format("torch.compile(waves)")).answer
+    assert "the compiled" not in plain
+    assert "tensors of the compiled `def waves(x):` (line " in compiled
 
 
 class Block(torch.nn.Module):

@@ -322,7 +322,9 @@ def _place(members: Sequence[TensorGroup]) -> str:
         inner = {one.inner for one in members}
         return f" of {first.inner}" if first.inner and len(inner) == 1 else ""
     line = f" (line {first.line}{f': {first.inner}' if first.inner else ''})" if first.line else ""
-    return f" of `{words}`{line}"
+    # (Compiled code has its function's first line alone.)
+    compiled = "the compiled " if not expressions and first.operator == "torch.compile" else ""
+    return f" of {compiled}`{words}`{line}"
 
 
 def _labels(members: Sequence[TensorGroup]) -> str:
