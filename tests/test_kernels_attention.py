@@ -52,6 +52,14 @@ def test_flash_lays_out_the_gradient_and_the_result_where_heads_lie_first() -> N
     assert found[:7] == [TENSOR] * 5 + [rows, rows * 64]
 
 
+def test_flash_makes_the_result_by_token_where_heads_are_one_that_is_expanded() -> None:
+    # mha_fwd: at::empty_like of the queries by token, (2, 100, 4, 64) with strides (6400, 64, 0, 1). A stride of 0 moves no
+    # dimension, so it lies plainly: only the gradient is laid out anew.
+    rows = 2 * 4 * 128 * 4
+    found = of_gradient(heads_first(2, 1, 100, 64).expand(2, 4, 100, 64), SDPBackend.FLASH_ATTENTION)
+    assert found[:6] == [TENSOR] * 4 + [rows, rows * 64]
+
+
 def test_flash_copies_no_result_that_lies_by_token() -> None:
     rows = 2 * 4 * 128 * 4
     found = of_gradient(tokens_first(2, 4, 100, 64), SDPBackend.FLASH_ATTENTION)

@@ -229,3 +229,16 @@ def test_a_sign_s_gradient_is_multiplied_by_numbers() -> None:
     ((x * 2).sgn() * 3).sum().backward()
     assert x.grad is not None
     assert x.grad.shape == (10,)
+
+
+def test_an_out_that_nobody_wrote_a_kernel_for_makes_a_result_and_copies_it() -> None:
+    # native_functions.yaml: expand_copy has `autogen: expand_copy.out`.
+    row, out = torch.zeros(1, 1000, device="cuda"), torch.zeros(4, 1000, device="cuda")
+    assert made(lambda: torch.expand_copy(row, (4, 1000), out=out)) == [16000]
+
+
+def test_pixel_unshuffle_lies_plainly_also_of_channels_that_lie_last() -> None:
+    # PixelShuffle.cpp: `math_pixel_unshuffle` is for all devices but the host, whose kernel keeps the channels last.
+    images = torch.zeros(2, 2, 16, 16, device="cuda").contiguous(memory_format=torch.channels_last)
+    assert torch.pixel_unshuffle(images, 2).is_contiguous()
+    assert made(lambda: torch.pixel_unshuffle(images, 2)) == [4096]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
+from asked_for import made
 from torch.autograd import forward_ad
 
 from gpumem_magic.virtual import gpu
@@ -20,17 +20,6 @@ def device() -> Iterator[None]:
     gpu.turn_on("A100-80GB")
     yield
     gpu.turn_off()
-
-
-def made(program: Callable[[], Any]) -> list[int]:
-    """The sizes that the program asks for, in order."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    kept = program()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(enabled=None)
-    del kept
-    return [event["size"] for event in trace if event["action"] == "alloc"]
 
 
 def test_the_gradient_of_a_sign_takes_no_memory() -> None:

@@ -265,6 +265,8 @@ def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     (`set_params_splitkv` in ``flash_api.cpp``). With dropout the seeds are made twice.
     """
     out = engine.fake_call(func, args, kwargs)
+    if func is _SCALED_FLASH and 0 in args[0].stride():
+        out = (_like_queries(engine, args[0]), *out[1:])
     newer = engine.memory.torch_version(device) >= _FLASH_SEEDS_ON_DEVICE_FROM
     engine.settle(out[:2])
     place = 3 if func is _SCALED_FLASH else 7
@@ -280,6 +282,14 @@ def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                 engine.settle(out[-3])
         engine.settle(out[-3:])
     return out
+
+
+def _like_queries(engine: Engine, query: Any) -> Any:
+    """Made like the queries token by token, as `mha_fwd` sees them: heads that are one, expanded, lie between tokens and numbers
+    then. PyTorch's shape rule makes it like the queries as they are given."""
+    for func, more in ((_aten.transpose.int, (1, 2)), (_aten.empty_like.default, ()), (_aten.transpose.int, (1, 2))):
+        query = engine.fake_call(func, (query, *more), {})
+    return query
 
 
 # The blocks of keys for each head size, queries of a block, the most parts, and how full all but the fullest must be.

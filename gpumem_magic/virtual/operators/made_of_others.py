@@ -6,7 +6,7 @@ and nothing else: of a binary cross-entropy with logits one number, where a card
 are here that hold more than their results.
 
 The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda). What is not quantised is made float32 by `dequantize`
-(``quantized/QTensor.cpp``).
+(``quantized/QTensor.cpp``). An ``out=`` that nobody wrote a kernel for (``autogen``) makes a result and copies it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss.out soft_margin_loss_backward "
     "soft_margin_loss_backward.grad_input logsumexp logsumexp.out _euclidean_dist dist _trilinear _safe_softmax isinf mvlgamma "
-    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward"
+    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward "
+    "pixel_unshuffle expand_copy.out as_strided_copy.out view_copy.out permute_copy.out unfold_copy.out squeeze_copy.out "
+    "unsqueeze_copy.out transpose_copy.int_out t_copy.out alias_copy.out diagonal_copy.out slice_scatter.out"
 )
 
 
