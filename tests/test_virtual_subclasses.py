@@ -353,3 +353,21 @@ def test_a_dictionary_that_is_handed_on_leaves_a_tensor_where_it_is(values: str)
     assert torch.nn.functional.linear(later[None], torch.ones(2, 3, device="cuda")).shape == (1, 2)
     if values:
         assert (back.tolist(), again.tolist()) == ([2.0, 4.0, 6.0], [2.0, 4.0, 6.0])
+
+
+def test_a_classs_own_ways_of_making_tensors_are_the_programs_and_no_shape_rules() -> None:
+    class Made(torch.Tensor):
+        def new_empty(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("a shape rule called it")
+
+        new_zeros = new_full = new_empty
+
+    x: Any = torch.ones(1, 1, 8, 8, device="cuda").as_subclass(Made)
+    layer = torch.nn.Conv2d(1, 2, 3).cuda()
+    found = layer(x)
+    assert (type(found) == Made, found.shape, found.is_cuda) == (True, (1, 2, 6, 6), True)  # noqa: E721
+    found.sum().backward()
+    assert layer.weight.grad is not None
+    assert type(x) == Made  # noqa: E721
+    with pytest.raises(AssertionError, match="a shape rule called it"):
+        x.new_empty(3)

@@ -66,7 +66,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.storage import StorageTable
-from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, plainly
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
@@ -510,7 +510,8 @@ class Engine:
             self.fake.cache_enabled = False
         STATE.depth += 1
         try:
-            out = self.fake.dispatch(func, (), args, kwargs)
+            with plainly(args, tuple(kwargs.values())):
+                out = self.fake.dispatch(func, (), args, kwargs)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
                     self.alike.learn(looks, func, args, kwargs, out)

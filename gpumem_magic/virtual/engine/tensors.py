@@ -494,6 +494,31 @@ def _with_device(text: str, words: list[str]) -> str:
     return "".join(lines) + ")"
 
 
+class plainly:
+    """Inside, virtual tensors of the program's own classes are plain: PyTorch's shape rules in Python would call such a class's
+    methods. A class, as a generator takes longer."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._changed: list[tuple[Any, type]] = []
+        self._look(arguments)
+
+    def _look(self, arguments: Any) -> None:
+        for one in arguments:
+            kind = type(one)
+            if kind is tuple or kind is list:
+                self._look(one)
+            elif kind is not VirtualTensor and isinstance(one, VirtualTensor):
+                self._changed.append((one, kind))
+
+    def __enter__(self) -> None:
+        for one, _ in self._changed:
+            one.__class__ = VirtualTensor
+
+    def __exit__(self, *error: Any) -> None:
+        for one, kind in self._changed:
+            one.__class__ = kind
+
+
 _META_NAME = re.compile(r"\bmeta:(\d+)")
 
 TYPE_NAMES = {
