@@ -1,9 +1,9 @@
 """Convolutions that other people measured, beside the table: what cuDNN takes for them is an estimate, and is judged here.
 
-Each figure is predicted twice, with the estimate and without (``cudnn=none``). The estimate's sizes follow from the algorithms
-(`gpumem_magic.virtual.operators.cudnn`), and the context is another source's figure. Which way cuDNN goes was chosen on rows:
-copies for half precision on issue 123533, Winograd for float32 on GPUMemNet's VGG-16 (of four candidates). Judge them by the
-others.
+Each figure is predicted twice, with the estimate and without (``cudnn=none``). The estimate is a fit to what newer versions of
+cuDNN answer (`gpumem_magic.virtual.operators.cudnn`), and the context is another source's figure. Two of its rules were chosen
+with a look at rows: copies for half precision on issue 123533, and how many blocks share a weight's gradient on GPUMemNet's
+VGG-16. Judge them by the others.
 """
 
 from __future__ import annotations

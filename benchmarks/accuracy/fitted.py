@@ -82,16 +82,12 @@ FITTED = (
         "pytorch issue 95024",
     ),
     Choice(
-        "convolutions of 3 x 3 in TF32 before PyTorch 2.8: Winograd with tiles of 4 x 4, not fused; one of four candidates",
+        "convolutions in float32: what cuDNN 9.20 answers, in short, and before PyTorch 2.8 kernels of one point as recorded",
         "cudnn.py",
-        "GPUMemNet's VGG-16; the sizes follow from the algorithm",
-        "GPUMemNet's ResNet-50 and MobileNetV2",
-    ),
-    Choice(
-        "convolutions since PyTorch 2.8, and of 3 x 3 in float32 without TF32 before: what cuDNN 9.20 answers, in short",
-        "cudnn.py",
-        "cuDNN's answers for the layers of eight networks (`benchmarks/convolution_plans.py`)",
-        "its answers for those of six others, 9.10's, and a recording of three layers on a Turing card",
+        "cuDNN's answers for the layers of eight networks (`benchmarks/convolution_plans.py`), recordings of ResNet-50; "
+        "that 80 blocks share a weight's gradient on an A100, of 64, 80, 108 and 216, also on GPUMemNet's VGG-16",
+        "its answers for those of six others, 9.10's, a recording of three layers on a Turing card, and GPUMemNet's ResNet-50 "
+        "and MobileNetV2",
     ),
     Choice(
         "lazily loaded kernels: 300 MiB counts for compute capability 8.6 and 400 MiB for 7.5, though neither source "
@@ -139,8 +135,8 @@ ASSUMED = {
 NOT_KNOWN = (
     "TITAN RTX with torch 1.4: nobody published its context; the predictions are 27 to 98 MiB more than nvidia-smi showed.",
     "An LSTM's packed weights: cuDNN's buffer is about 100 KiB larger than the weights; its layout is cuDNN's own.",
-    "cuDNN's scratch memory for convolutions is an estimate where cuDNN is not installed: before PyTorch 2.8 for two of its "
-    "ways, and nothing for the others. What its trials take with torch.backends.cudnn.benchmark is only known where it is.",
+    "cuDNN's scratch memory for convolutions is an estimate where cuDNN is not installed. What its trials take with "
+    "torch.backends.cudnn.benchmark is only known where it is.",
     "CUB's radix sort: how many keys it sorts without a second copy is not known, nor the size of its counters; both "
     "are left out.",
     "Compiled products in half precision whose sizes are no multiple of 8: a card pads them where trials say that it is quicker, "

@@ -68,7 +68,8 @@ def cublas_outside(version_text: str) -> tuple[int, int]:
 
 
 class Wheels(NamedTuple):
-    """What PyTorch's wheels for Linux come with, as their metadata on PyPI say: ``13.0``, and cuDNN 9.20.0 as 92000."""
+    """What PyTorch's wheels for Linux come with, as their metadata on PyPI say: ``13.0``, and cuDNN 9.20.0 as 92000, 8.9.2 as
+    8902."""
 
     cuda: str
     cudnn: int
@@ -77,6 +78,11 @@ class Wheels(NamedTuple):
 def wheels(version: Version) -> Wheels | None:
     """None where it is not known."""
     return {
+        (2, 1): Wheels("12.1", 8902),
+        (2, 2): Wheels("12.1", 8902),
+        (2, 3): Wheels("12.1", 8902),
+        (2, 4): Wheels("12.1", 90100),
+        (2, 5): Wheels("12.4", 90100),
         (2, 6): Wheels("12.4", 90100),
         (2, 7): Wheels("12.6", 90501),
         (2, 8): Wheels("12.8", 91002),

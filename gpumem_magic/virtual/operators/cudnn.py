@@ -1,21 +1,18 @@
 """cuDNN's scratch memory for convolutions: what cuDNN itself answers where it is installed (`cudnn_library`), else an estimate.
 
-Before PyTorch 2.8 (cuDNN 9.7 and older) two ways of cuDNN's are estimated; for all others (kernels of one point, strides, groups,
-float64, channels last) nothing:
+The rules are a fit: what cuDNN 9.20 answers for the layers of eight networks on an A100, an RTX 3090, an H100 and a T4, in short,
+judged by those of six others and by 9.10 (`benchmarks/convolution_plans.py` asks again and says how they do). Tensor cores work
+with the channels last and, in TF32, with rounded values: hence the copies. What single kernels take for themselves is left out,
+and so are partial sums of a weight's gradient, but on an A100.
 
-* float32, kernels of 3 x 3 without stride or dilation: Winograd's transform of 4 x 4 tiles, not fused. Each tile of 6 x 6 values
-  is 36 numbers for every channel of what goes in and of what comes out, and 36 for each pair of channels. Not fitted: these are
-  the algorithm's own sizes. Where it is judged: `benchmarks/accuracy`.
-  Before Ampere, and without TF32, it is fused with what follows, and only weights are transformed.
-* float16 and bfloat16 on tensor cores, in the plain layout: copies with the channels last of the input, the weight and the
-  result. The published peak of a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to
-  the printed 0.01 GiB. Kernels of one point without stride are plain products: a trace of four such on an A100 shows
-  none, and once 49,664 bytes.
+Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. What differs there:
 
-Since 2.8 the rules are a fit: what cuDNN 9.20 answers for the layers of eight networks on an A100, an RTX 3090, an H100 and a
-T4, in short, judged by those of six others and by 9.10 (`benchmarks/convolution_plans.py` asks again and says how they do).
-Tensor cores work with the channels last and, in TF32, with rounded values: hence the copies. Left out are the partial sums
-of a weight's gradient, which can be several times the weight, and what single kernels take for themselves.
+* Kernels of one point without stride are plain products (`_product_before`).
+* In half precision on tensor cores, and the plain layout, input, weight and result are copied as they are. The published peak of
+  a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to the printed 0.01 GiB.
+
+All else is as since: recordings of ResNet-50's training (one sample; an A100 with 2.2, an A10G with 2.5) show the same copies in
+TF32, and nvidia-smi's figures for VGG-16 and ResNet-50 (`benchmarks/accuracy`) agree with them.
 
 As PyTorch does in ``Conv_v8.cpp``: what has no room is no error, since cuDNN then takes a way that needs less; and with
 ``torch.backends.cudnn.benchmark`` the first call of each kind empties the cache after its trials. How much the trials themselves
@@ -33,6 +30,7 @@ import torch
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
+from gpumem_magic.units import MIB
 from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import Version, is_rocm, parse_version, wheels
 from gpumem_magic.virtual.engine.memory import Convolution
@@ -40,10 +38,7 @@ from gpumem_magic.virtual.engine.modes import origin
 from gpumem_magic.virtual.operators import cudnn_library
 from gpumem_magic.virtual.operators.workspaces import version_text
 
-_TILE = 4
-# A tile of 4 x 4 results needs 6 x 6 values.
-_VALUES_OF_A_TILE = 36
-# Tiles of 2 x 2 results, where Winograd is fused.
+# A tile of 2 x 2 results needs 4 x 4 values, where Winograd's transform is fused with what follows.
 _FUSED_VALUES = 16
 _FIRST_THAT_ANSWERS = (2, 8)
 """The first PyTorch whose cuDNN (9.10) can be asked, and so could be learnt from."""
@@ -54,13 +49,20 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     estimated; else 0."""
     if call.groups != 1:
         return 0
-    if version < _FIRST_THAT_ANSWERS:
-        return _before(call, capability, tf32)
+    product = _product_before(call, capability, version, tf32)
+    if product is not None:
+        return product
     if call.dtype == torch.float32:
-        return _in_tf32(call, capability) if tf32 and capability >= (8, 0) else _in_float32(call, capability)
+        return _in_tf32(call, capability) if _runs_in_tf32(capability, tf32) else _in_float32(call, capability)
     if call.last or not _has_tensor_cores(call.dtype, capability):
         return 0
-    return _in_half_precision(call) if capability > (7, 0) else _in_channels_last(call)
+    if version < _FIRST_THAT_ANSWERS or capability == (7, 0):
+        return _in_channels_last(call)
+    return _in_half_precision(call)
+
+
+def _runs_in_tf32(capability: tuple[int, int], tf32: bool) -> bool:
+    return tf32 and capability >= (8, 0)
 
 
 def _has_tensor_cores(dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -94,8 +96,6 @@ def _padded(channels: int, multiple: int) -> int:
     return -(-channels // multiple) * multiple
 
 
-# Since 2.8.
-
 _FEW_CHANNELS = 16
 _FEW_CHANNELS_IN_HALF = 32
 _FEW_CHANNELS_OF_A_PRODUCT = 20
@@ -105,6 +105,12 @@ _FEW_SUMMANDS = 192
 _MANY_SUMMANDS = 3200
 _FEW_SUMMANDS_OF_A_WEIGHT = 64
 _MANY_VALUES_OF_A_WEIGHT = 640
+_BLOCK = 128
+_BLOCKS_AT_ONCE = 80
+_SUMMANDS_OF_A_BLOCK = 1024
+_CHANNELS_TOGETHER = 4
+_CUDNN_9 = 90000
+_BLAS_WORKSPACE_OF_8_9 = 128 * MIB
 
 
 def _copies(call: Convolution, multiple: int) -> tuple[int, int, int]:
@@ -119,7 +125,8 @@ def _copies(call: Convolution, multiple: int) -> tuple[int, int, int]:
 
 
 def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
-    """Copies in TF32; few summands aren't worth them. Hopper's kernels round what they read, and only want the channels last."""
+    """Copies in TF32; few summands or channels aren't worth them. Hopper's kernels round what they read, and only want the
+    channels last."""
     fine, weight, coarse = _copies(call, 4)
     given, made = call.fine[1], call.coarse[1]
     summands = given * prod(call.kernel)
@@ -127,7 +134,7 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
     if call.last and capability >= (9, 0):
         return 0
     if call.way == "forward":
-        if summands < _FEW_SUMMANDS:
+        if summands < _FEW_SUMMANDS or max(given, made) < _CHANNELS_TOGETHER:
             return 0
         whole = summands >= _MANY_SUMMANDS or capability >= (9, 0)
         return fine + weight + (coarse if whole and not call.last else 0)
@@ -138,7 +145,41 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
     few = min(given, made) < _FEW_CHANNELS // 2 and prod(call.kernel) < _LARGE_KERNEL
     if few or results < _FEW_SUMMANDS_OF_A_WEIGHT:
         return 0
-    return fine + coarse + (0 if call.last else weight)
+    # A weight of one point has both layouts.
+    copied = int(not call.last and prod(call.kernel) > 1)
+    return fine + coarse + weight * (copied + (_partial_sums(call) if capability == (8, 0) else 0))
+
+
+def _partial_sums(call: Convolution) -> int:
+    """How many weights, where the sum over all results is split between so many blocks that they keep an A100 busy."""
+    blocks = ceil(call.coarse[1] / _BLOCK) * ceil(call.fine[1] * prod(call.kernel) / _BLOCK)
+    results = call.coarse[0] * prod(call.coarse[2:])
+    split = min(_BLOCKS_AT_ONCE // blocks, results // _SUMMANDS_OF_A_BLOCK)
+    return split if split > 1 else 0
+
+
+def _product_before(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int | None:
+    """What cuDNN 9.7 and older take for a kernel of one point on tensor cores, in the plain layout; None for other calls.
+
+    As recordings show. In TF32 8.9 (2.1 to 2.3) holds 128 MiB on an A100 for 71 of 99 such calls of ResNet-50, and on an RTX 3090
+    for large images, unless channels don't come in fours. 9.1 on an A10G takes nothing for 40 % of those that are no weight's
+    gradient, and at most 3.1 MiB for the others. A weight's gradient is made beside its place, or of copies where it sums few
+    results. In half precision 9.1 takes nothing on an A100.
+    """
+    if version >= _FIRST_THAT_ANSWERS or call.groups != 1 or call.last or not _is_product(call):
+        return None
+    if _has_tensor_cores(call.dtype, capability):
+        return 0
+    if call.dtype != torch.float32 or not _runs_in_tf32(capability, tf32):
+        return None
+    fine, weight, coarse = _copies(call, _CHANNELS_TOGETHER)
+    if call.way == "weight" and call.coarse[0] * prod(call.coarse[2:]) < _FEW_SUMMANDS_OF_A_WEIGHT:
+        return fine + coarse
+    if any(channels % _CHANNELS_TOGETHER for channels in (call.fine[1], call.coarse[1])):
+        return 0
+    its = wheels(version)
+    workspace = _BLAS_WORKSPACE_OF_8_9 if its is not None and its.cudnn < _CUDNN_9 else 0
+    return workspace + (weight if call.way == "weight" else 0)
 
 
 def _in_float32(call: Convolution, capability: tuple[int, int]) -> int:
@@ -165,30 +206,11 @@ def _in_half_precision(call: Convolution) -> int:
     return fine + weight + coarse
 
 
-# Before.
-
-
-def _before(call: Convolution, capability: tuple[int, int], tf32: bool) -> int:
-    if call.last:
-        return 0
-    if call.dtype == torch.float32:
-        return _winograd(call) if tf32 and capability >= (8, 0) else _fused_winograd(call)
-    return _in_channels_last(call) if _has_tensor_cores(call.dtype, capability) else 0
-
-
 def _in_channels_last(call: Convolution) -> int:
+    """Copies as they are."""
     if _is_product(call):
         return 0
     return sum(prod(shape) for shape in (call.fine, call.weight, call.coarse)) * call.dtype.itemsize
-
-
-def _winograd(call: Convolution) -> int:
-    if not _is_plain(call):
-        return 0
-    batch, results, *points = call.coarse
-    channels = call.fine[1]
-    tiles = batch * prod(ceil(size / _TILE) for size in points)
-    return _VALUES_OF_A_TILE * (tiles * (channels + results) + channels * results) * call.dtype.itemsize
 
 
 class _DeviceWithAllocator(DeviceState, Protocol):
@@ -253,7 +275,10 @@ class Scratch:
         text = version_text(self._devices[device])
         if is_rocm(text):
             return _PlanSizes(iter(()), "workspace")
-        library = cudnn_library.installed() if model.asks_cudnn else None
+        version = parse_version(text)
+        # What newer ones answer for these is another way's.
+        is_product = _product_before(call, model.capability, version, _tf32()) is not None
+        library = cudnn_library.installed() if model.asks_cudnn and not is_product else None
         if library is not None:
             key = (
                 device,
@@ -262,7 +287,7 @@ class Scratch:
                 torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled(),
             )
             if key not in self._asked:
-                its = wheels(parse_version(text))
+                its = wheels(version)
                 same = its is not None and library.version // 100 == its.cudnn // 100
                 kind = "convolution_scratch" if same else "estimate"
                 sizes = _PlanSizes(library.workspaces(call, model, *key[2:]), kind)
@@ -271,7 +296,7 @@ class Scratch:
             answered = self._asked[key]
             if answered is not None:
                 return answered
-        return _PlanSizes(iter((estimate(call, model.capability, parse_version(text), _tf32()),)), "estimate")
+        return _PlanSizes(iter((estimate(call, model.capability, version, _tf32()),)), "estimate")
 
     def _search(self, device: int, sizes: _PlanSizes) -> None:
         """The trials share one block, as large as the largest plan that a free one has room for (`get_plans_from_find`)."""
