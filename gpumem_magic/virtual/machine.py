@@ -18,6 +18,7 @@ import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fourier
+import gpumem_magic.virtual.operators.layouts
 import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others

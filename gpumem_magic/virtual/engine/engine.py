@@ -46,6 +46,7 @@ from gpumem_magic.virtual.engine.calls import (
 )
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
+from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     in_cudas_words,
@@ -512,6 +513,8 @@ class Engine:
         try:
             with plainly(args, tuple(kwargs.values())):
                 out = self.fake.dispatch(func, (), args, kwargs)
+            if func in LAYOUTS:
+                out = as_kernels_lay(func, args, out, self.alike.around)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
                     self.alike.learn(looks, func, args, kwargs, out)

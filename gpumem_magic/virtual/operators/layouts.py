@@ -1,0 +1,31 @@
+"""How the results of some operators lie: where the host code of CUDA's kernel says it otherwise than PyTorch's shape rule.
+
+Found by running PyTorch's own samples, turned in several ways, on its CUDA build of 2.13 and here.
+"""
+
+from __future__ import annotations
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.layouts import LAYOUTS, Lies, as_an_image, in_one_piece, number_by_number
+
+_TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
+    # `empty_like` of the input once it lies plainly (``layer_norm_kernel.cu``).
+    ("native_layer_norm_backward", (in_one_piece, in_one_piece, in_one_piece)),
+    ("_fused_rms_norm_backward", (in_one_piece, in_one_piece)),
+    # (``Normalization.cuh``)
+    ("native_batch_norm_backward", (as_an_image(1),)),
+    # `set_output` without strides (``SoftMax.cpp``).
+    ("_log_softmax_backward_data _softmax_backward_data", (in_one_piece,)),
+    # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``, ``MultiMarginLoss.cu``,
+    # ``MultiLabelMarginCriterion.cu``).
+    ("huber_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward", (in_one_piece,)),
+    ("fractional_max_pool3d_backward", (in_one_piece,)),
+    # The output's options have the input's memory format; PyTorch's rule has so from 16 channels on only (``UpSample.h``).
+    ("upsample_bilinear2d", (as_an_image(0),)),
+    ("hardswish_backward hardtanh_backward logit_backward", (number_by_number(0, 1),)),
+)
+for _names, _lies in _TABLE:
+    # (2.9 has no `_fused_rms_norm_backward`.)
+    _here = " ".join(name for name in _names.split() if hasattr(_aten, name))
+    LAYOUTS.update(dict.fromkeys(overloads(_here), _lies))

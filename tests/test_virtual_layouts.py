@@ -1,0 +1,86 @@
+"""Results lie as CUDA's kernels have them, where PyTorch's shape rules say otherwise: worked out from the kernels' host code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+
+
+@pytest.fixture(autouse=True, params=["", ",values=real"])
+def device(request: pytest.FixtureRequest) -> None:
+    gpu.turn_on(f"A100-40GB,torch=2.13{request.param}")
+
+
+def turned(*shape: int) -> torch.Tensor:
+    """Its last two dimensions lie the other way round."""
+    return torch.randn(*shape, device="cuda").transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+def gradient(call: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor, turns: bool = True) -> torch.Tensor:
+    given = given.requires_grad_()
+    out = call(given)
+    weights = turned(*out.shape) if turns else torch.ones_like(out)
+    (found,) = torch.autograd.grad(out, given, weights)
+    return found
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.layer_norm(x, (6,)),
+        lambda x: F.rms_norm(x, (6,)),
+        lambda x: F.log_softmax(x, -1),
+    ],
+    ids=["layer_norm", "rms_norm", "log_softmax"],
+)
+def test_a_gradient_is_made_in_one_piece(call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    assert gradient(call, torch.randn(2, 4, 6, device="cuda")).is_contiguous()
+
+
+def test_a_loss_gives_a_gradient_in_one_piece_for_what_is_turned() -> None:
+    target = torch.zeros(4, 6, device="cuda")
+    assert gradient(lambda x: F.huber_loss(x, target), turned(4, 6), turns=False).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "call", [F.hardtanh, F.hardswish, lambda x: torch.logit(x, 0.1)], ids=["tanh", "swish", "logit"]
+)
+def test_what_goes_number_by_number_lies_as_the_gradient_that_came(
+    call: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    assert gradient(call, torch.rand(2, 4, 6, device="cuda")).stride() == (24, 1, 4)
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+def test_an_image_with_channels_last_stays_so_when_it_is_made_larger(channels: int) -> None:
+    image = torch.rand(2, channels, 4, 4, device="cuda").to(memory_format=torch.channels_last)
+    larger = F.interpolate(image, scale_factor=2, mode="bilinear")
+    assert larger.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("device", [",values=real"], indirect=True)
+def test_values_are_the_hosts_however_a_gradient_lies() -> None:
+    given, weights = torch.randn(2, 4, 6), torch.randn(2, 6, 4).transpose(1, 2)
+    found = []
+    for place in ("cpu", "cuda"):
+        here = given.to(place, copy=True).requires_grad_()
+        out = F.layer_norm(here, (6,)) * F.hardswish(here)
+        out.backward(weights.to(place))
+        assert here.grad is not None
+        found.append(here.grad.cpu())
+    torch.testing.assert_close(*found)
+
+
+def test_a_view_of_a_normed_gradient_needs_no_copy() -> None:
+    """In Swin a mean over positions gives a turned gradient, and the layer below views what the norm makes of it."""
+    given = torch.randn(2, 4, 6, device="cuda", requires_grad=True)
+    out = F.layer_norm(given.view(8, 6).view(2, 4, 6), (6,))
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.autograd.grad(out, given, turned(2, 4, 6))
+    # The turned weights take two, the gradient one, and its copy of what came one.
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 4
