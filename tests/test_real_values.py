@@ -69,6 +69,21 @@ PROGRAMS = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_norms_of_half_precision_have_gradients(dtype: torch.dtype) -> None:
+    """The card keeps their means in float32; the host's kernel would have them in half precision."""
+    gpu.turn_on("A100-40GB,values=real")
+    gradients = []
+    for device in ("cpu", "cuda"):
+        norm = torch.nn.LayerNorm(8).to(device, dtype)
+        x = torch.linspace(-2, 3, 32).view(4, 8).square().to(device, dtype).requires_grad_()
+        (norm(x) * torch.linspace(0, 1, 8).to(device, dtype)).sum().backward()
+        assert x.grad is not None
+        gradients.append(x.grad.cpu().float())
+    assert torch.allclose(*gradients, atol=0.02)
+    assert gradients[0].abs().max() > 0.02
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("of", [torch.softmax, torch.log_softmax])
 def test_softmax_of_half_precision_is_float32_where_autocast_asks(of: Callable[..., Any], dtype: torch.dtype) -> None:
     start = torch.linspace(-3, 3, 20).view(4, 5)
