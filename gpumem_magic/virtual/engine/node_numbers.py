@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch._C._autograd import _get_sequence_nr
@@ -32,7 +33,7 @@ class _DevicesThread:
 
 class _PassesBegun(threading.local):
     """Those that this thread began and that made nodes, the latest last: its count of the program's own nodes when each began,
-    and how many they had made together before it and after it."""
+    and how many they had made together before it and after it: this thread counts together what is counted apart on a device."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []
@@ -54,9 +55,7 @@ def count_pass(first: int, outputs: Iterable[Any], arguments: tuple[Any, ...], g
     made = _get_sequence_nr() - first
     if made <= 0:
         return
-    # (This thread has counted together what is counted apart on a device.)
-    _PASSES.begun.append(first - _PASSES.made[-1])
-    _PASSES.made.append(_PASSES.made[-1] + made)
+    _count_apart(first, made)
     for node in _nodes(_with_graph(outputs, gradients), first) if arguments[2] else ():
         if type(node).__name__ != _LEAF:
             number = node._sequence_nr()
@@ -65,6 +64,22 @@ def count_pass(first: int, outputs: Iterable[Any], arguments: tuple[Any, ...], g
             _DevicesThread.changed = True
     _DevicesThread.made += made
     del _PASSES.begun[:-_MOST], _PASSES.made[: -_MOST - 1]
+
+
+@contextmanager
+def none_of_the_programs() -> Iterator[None]:
+    """What is made meanwhile are nodes that a device's program does not have."""
+    first = _get_sequence_nr()
+    yield
+    made = _get_sequence_nr() - first
+    if made > 0:
+        _count_apart(first, made)
+
+
+def _count_apart(first: int, made: int) -> None:
+    """So many nodes, from a count of this thread on, are not among the program's own in its thread."""
+    _PASSES.begun.append(first - _PASSES.made[-1])
+    _PASSES.made.append(_PASSES.made[-1] + made)
 
 
 def _among_the_programs(number: int) -> int:

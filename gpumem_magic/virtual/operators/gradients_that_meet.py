@@ -18,6 +18,7 @@ from torch._C import _storage_Use_Count
 from gpumem_magic.virtual.engine.calls import node_now
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.node_numbers import none_of_the_programs
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention import is_mask_added
 from gpumem_magic.virtual.operators.sorting import is_dense
@@ -53,7 +54,7 @@ def learn(engine: Engine) -> None:
         return
     _Learning.running = True
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), none_of_the_programs():
             leaf = torch.empty(0, device="cuda", requires_grad=True)
             middle = leaf.neg()
             # None of these keeps a tensor, so no hook of the program's is called.
