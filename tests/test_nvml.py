@@ -115,9 +115,9 @@ def test_facts_of_a_device(two: list[FakeDevice]) -> None:
     assert (pci.busId, pci.busIdLegacy) == ("00000000:00:05.0", "0000:00:05.0")
     assert (pci.domain, pci.bus, pci.device) == (0, 0, 5)
     assert pynvml.nvmlSystemGetDriverVersion() == smi_script.DRIVER_VERSION
-    assert smi_script.CUDA_VERSION == "12.4"
-    assert pynvml.nvmlSystemGetCudaDriverVersion() == pynvml.nvmlSystemGetCudaDriverVersion_v2() == 12040
-    assert pynvml.nvmlSystemGetNVMLVersion() == f"12.{smi_script.DRIVER_VERSION}"
+    assert smi_script.CUDA_VERSION == "13.0"
+    assert pynvml.nvmlSystemGetCudaDriverVersion() == pynvml.nvmlSystemGetCudaDriverVersion_v2() == 13000
+    assert pynvml.nvmlSystemGetNVMLVersion() == f"13.{smi_script.DRIVER_VERSION}"
 
 
 def test_a_device_is_found_by_uuid_and_bus(two: list[FakeDevice]) -> None:

@@ -19,6 +19,7 @@ from gpumem_magic.units import MIB
 from gpumem_magic.virtual.card import smi as smi_module
 from gpumem_magic.virtual.card import smi_script
 from gpumem_magic.virtual.card.catalog import DeviceSpec, GpuModel, device_uuid, parse
+from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.card.smi import VirtualSmi
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the program is tried in a POSIX shell")
@@ -428,3 +429,10 @@ def test_readers_see_whole_figures_while_a_thread_writes(two: VirtualSmi) -> Non
     finally:
         stop.set()
         thread.join()
+
+
+def test_the_driver_runs_what_every_wheel_was_built_for() -> None:
+    built = [wheels((2, minor)) for minor in range(1, 14)]
+    assert all(one is not None for one in built)
+    newest = max(tuple(map(int, one.cuda.split("."))) for one in built if one is not None)
+    assert newest <= tuple(map(int, smi_script.CUDA_VERSION.split(".")))

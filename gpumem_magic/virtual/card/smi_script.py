@@ -15,8 +15,9 @@ from __future__ import annotations
 import sys
 import time
 
-DRIVER_VERSION = "550.54.15"
-CUDA_VERSION = "12.4"
+# The first driver with CUDA 13.0: it runs what the wheels of PyTorch 2.11 to 2.13 were built for, and all that is older.
+DRIVER_VERSION = "580.65.06"
+CUDA_VERSION = "13.0"
 MIB = 1 << 20
 
 # The help, and words by what they are for.
