@@ -275,3 +275,27 @@ def test_a_case_that_fails_leaves_nothing_to_the_next(running: Any, monkeypatch:
     found = list(running.run(lambda: begun.append(1), cases))
     assert begun == [1]
     assert found == [["3"], "NameError: name 'missing' is not defined", [None]]
+
+
+def test_a_whole_program_leaves_its_snapshot_also_where_it_fails(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys\nimport torch\n"
+        "kept = torch.empty(int(sys.argv[1]), device='cuda')\n"
+        "assert __name__ == '__main__' and sys.argv[0].endswith('program.py')\n"
+        "raise ValueError('its own')\n"
+    )
+    out = tmp_path / "virtual.pickle"
+    command = [sys.executable, str(FOLDER / "whole.py"), str(out), "T4,torch=2.13", str(program), "5000"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: its own")
+    (trace,) = pickle.loads(out.read_bytes())["device_traces"]
+    assert [event["size"] for event in trace if event["action"] == "alloc"] == [20_000]
+
+
+def test_a_program_that_is_not_named_is_asked_for(tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["stand_in_runtime", "--python", sys.executable, "--script"])
+    with pytest.raises(SystemExit) as ended:
+        tool["main"]()
+    assert ended.value.code == 2

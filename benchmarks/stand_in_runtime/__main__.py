@@ -1,12 +1,13 @@
 """What PyTorch's own CUDA build asks its allocator for, operator by operator, beside the virtual GPU. No GPU is needed.
 
     python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
-        [--opinfo | --modules | --optimizers]
+        [--opinfo | --modules | --optimizers | --script FILE [ARGUMENT ...]]
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
 folder with `cc` and that environment's headers. The cases of `cases.txt` run here and there: what each allocates and frees, in
-order, is compared. With --opinfo, --modules or --optimizers, samples of PyTorch's own tests are, each with its gradients.
+order, is compared. With --opinfo, --modules or --optimizers, samples of PyTorch's own tests are, each with its gradients. With
+--script a whole program is, by `gpumem diff --events`: OTHER needs what it imports, and no kernel makes the values it reads.
 
 It was run with 2.1, 2.6, 2.11 and 2.13.
 """
@@ -52,9 +53,16 @@ def main() -> int:
     ):
         text = f"PyTorch's own samples of {drawn}, in place of the cases; both environments need expecttest"
         parser.add_argument(flag, dest="of", action="store_const", const=of, help=text)
+    parser.add_argument(
+        "--script", metavar="FILE", nargs=argparse.REMAINDER, help="a program, and its arguments, in place of the cases"
+    )
     parser.add_argument("--most", type=int, default=4, help="samples of one of these and a type (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which samples, and their values (default: %(default)s)")
     options = parser.parse_args()
+    if options.script is not None:
+        return (
+            by_script(options.python, options.card, options.script) if options.script else parser.error("which script?")
+        )
     if options.of:
         request = {"of": options.of, "only": options.only, "most": options.most, "seed": options.seed}
         return by_sample(options.python, options.card, request)
@@ -70,6 +78,27 @@ def main() -> int:
     print(title)
     print("\n".join(words(wanted, there, here)))
     return 0
+
+
+def by_script(python: str, card: str, script: list[str]) -> int:
+    """`gpumem diff --events` of a program's recordings."""
+    try:
+        other = wheel(python)
+        version = ".".join(other.version.split(".")[:2])
+        with tempfile.TemporaryDirectory() as scratch:
+            there, here = (f"{scratch}/{name}.pickle" for name in ("cuda_build", "virtual"))
+            environment = stand_in(other, card_model(card), Path(scratch))
+            for command, added in (
+                ([python, HERE / "whole.py", there, "-"], environment),
+                ([sys.executable, HERE / "whole.py", here, f"{card},torch={version}"], {}),
+            ):
+                if subprocess.run([*command, *script], env={**os.environ, **added}, check=False).returncode:
+                    raise Unfit(f"{script[0]} failed {'over the stand-in runtime' if added else 'on the virtual GPU'}")
+            command = [sys.executable, "-m", "gpumem_magic", "diff", "--events", there, here]
+            return subprocess.run(command, check=False).returncode
+    except (Unfit, catalog.UnknownDevice) as why:
+        print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
+        return 1
 
 
 def by_sample(python: str, card: str, request: dict[str, Any]) -> int:
@@ -90,13 +119,10 @@ def by_sample(python: str, card: str, request: dict[str, Any]) -> int:
 
 def both(python: str, card: str, request: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """What is compared, in words, and the answers of both sides."""
-    spec = catalog.parse(card)
-    if isinstance(spec, catalog.RealDevice):
-        raise Unfit(f"{card} is a real device; a card of the catalogue is needed")
-    other = wheel(python)
+    model, other = card_model(card), wheel(python)
     version = ".".join(other.version.split(".")[:2])
     with tempfile.TemporaryDirectory() as scratch:
-        there = over_the_stand_in(python, other, spec.models[0], request, Path(scratch))
+        there = run(python, request, None, stand_in(other, model, Path(scratch)))
     here = run(sys.executable, request, f"{card},torch={version}", {})
     title = f"PyTorch {other.version} over the stand-in runtime (A), {card},torch={version} on the virtual GPU (B)"
     return title, there, here
@@ -113,9 +139,15 @@ def read(text: str) -> list[Case]:
     return cases
 
 
-def over_the_stand_in(
-    python: str, other: Wheel, model: GpuModel, request: dict[str, Any], scratch: Path
-) -> dict[str, Any]:
+def card_model(card: str) -> GpuModel:
+    spec = catalog.parse(card)
+    if isinstance(spec, catalog.RealDevice):
+        raise Unfit(f"{card} is a real device; a card of the catalogue is needed")
+    return spec.models[0]
+
+
+def stand_in(other: Wheel, model: GpuModel, scratch: Path) -> dict[str, str]:
+    """The environment in which that wheel finds the runtime, which says of the card what the catalogue does."""
     described = {
         "NAME": model.name,
         "CAPABILITY": model.capability[0] * 10 + model.capability[1],
@@ -126,9 +158,7 @@ def over_the_stand_in(
         "SHARED_OPTIN": model.shared_memory_per_block_optin,
         "L2": model.l2_cache_bytes,
     }
-    return run(
-        python, request, None, build(other, scratch) | {f"STAND_IN_{key}": str(v) for key, v in described.items()}
-    )
+    return build(other, scratch) | {f"STAND_IN_{key}": str(value) for key, value in described.items()}
 
 
 def run(python: str, request: dict[str, Any], virtual: str | None, environment: dict[str, str]) -> dict[str, Any]:
