@@ -43,7 +43,7 @@ def allocated() -> int:
     ],
 )
 def test_moving_a_module_keeps_its_parameters(move: Callable[[torch.nn.Module], Any]) -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = torch.nn.Sequential(torch.torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     before = list(model.parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     assert move(model) is model
@@ -64,7 +64,7 @@ def test_back_on_the_host_a_parameter_is_an_ordinary_one_again() -> None:
     class Own(torch.nn.Parameter):
         """A parameter of the program's own kind."""
 
-    model = torch.nn.Linear(4, 4)
+    model = torch.torch.nn.Linear(4, 4)
     model.extra = Own(torch.ones(3))
     kinds = [type(parameter) for parameter in model.parameters()]
     model.cuda().cpu()
@@ -89,7 +89,7 @@ def test_backward_from_nothing_is_as_without_a_device() -> None:
 
 
 def test_hooks_gradients_and_attributes_go_with_a_parameter() -> None:
-    model = torch.nn.Linear(4, 4)
+    model = torch.torch.nn.Linear(4, 4)
     seen: list[str] = []
     model.weight.register_hook(lambda gradient: seen.append("hook"))
     model.weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("after"))
@@ -359,3 +359,11 @@ def test_the_old_names_of_autocast_and_scaler() -> None:
     with pytest.warns(FutureWarning), torch.cuda.amp.autocast():
         assert torch.mm(*[torch.zeros(2, 2, device="cuda")] * 2).dtype == torch.float16
     assert scaler.is_enabled()
+
+
+def test_a_model_changes_its_type_under_a_default_device() -> None:
+    gpu.turn_on("T4")
+    with torch.device("cuda"):
+        layer = torch.nn.Linear(4, 4).half()
+    assert layer.weight.dtype == torch.half
+    assert layer.weight.is_leaf

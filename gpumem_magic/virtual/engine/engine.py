@@ -514,7 +514,8 @@ class Engine:
             with plainly(args, tuple(kwargs.values())):
                 out = self.fake.dispatch(func, (), args, kwargs)
             if func in LAYOUTS:
-                out = as_kernels_lay(func, args, out, self.alike.around)
+                with tensors.no_functions(), tensors.no_dispatch():
+                    out = as_kernels_lay(func, args, out, self.alike.around)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
                     self.alike.learn(looks, func, args, kwargs, out)

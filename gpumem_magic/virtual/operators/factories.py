@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils._device
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.looks.tensors import SPARSE_PARTS
@@ -322,8 +323,9 @@ class Factories:
     def _meta(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on the meta device: by what it gave before, as PyTorch has some of these in Python."""
         given = (*args, *kwargs.values())
-        # (TorchScript's trace holds what was called.)
-        if torch._C._get_tracing_state() is not None or not all(map(_is_plainly_given, given)):
+        # (TorchScript's trace holds what was called, and a mode sees it.)
+        seen = torch._C._get_tracing_state() is not None or _len_torch_function_stack() or _len_torch_dispatch_stack()
+        if seen or not all(map(_is_plainly_given, given)):
             return made_plainly(original, *args, **kwargs)
         # (1, 1.0 and True are the same key.)
         asked = (original, torch.get_default_dtype(), *kwargs, *given, *map(type, given))

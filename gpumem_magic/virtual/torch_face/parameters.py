@@ -79,7 +79,8 @@ def _let_go(left: torch.Tensor) -> None:
     A backward pass that is still to come holds that one, the leaf. On a card the leaf is the parameter itself, whose memory goes
     as ``.data =`` gives it other memory; only what was saved of it, as the transposed weight of a product, keeps the old.
     """
-    with torch._C.DisableTorchFunctionSubclass(), torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
+    # (A function mode, as of `with torch.device(...)`, would run the operator whole.)
+    with torch._C.DisableTorchFunction(), torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
         size, stride, offset = left.size(), left.stride(), left.storage_offset()
         none = torch.UntypedStorage(left.untyped_storage().nbytes(), device="meta")
         _SET._op_dk(torch._C.DispatchKey.Meta, left, none, offset, size, stride)
