@@ -18,6 +18,7 @@ from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
 from gpumem_magic.report.model import ReportData
 from gpumem_magic.units import MIB
+from gpumem_magic.virtual import gpu
 
 
 def report_on(fake: FakeTorch) -> ReportData:
@@ -30,6 +31,8 @@ def report_on(fake: FakeTorch) -> ReportData:
 
 
 def test_the_one_that_is_installed_takes_what_is_asked() -> None:
+    # (While a virtual GPU is on, as an earlier test may have left one, a CPU build says a version of CUDA, too.)
+    gpu.turn_off()
     # Only a build with CUDA has what lies below; the Python of it is there on every one.
     taken = inspect.signature(torch.cuda.memory._record_memory_history).parameters
     assert {"enabled", "context", "stacks", "max_entries"} <= set(taken)
