@@ -170,7 +170,7 @@ def _plain_operations(memo_limit: int) -> re.Pattern[bytes]:
     place = b"".join(classes + [b"\\x00"] * (3 - last_byte)) if last_byte < 4 else b"...."
     operations = (
         b"h.|j....|q.|r" + place,
-        # What a frame may part is left to `_Parted`.
+        # What a frame may part is left to `_parted_by_frames`.
         _NUMBER + b"(?:" + _NUMBER + b"(?:" + _NUMBER + b"\\x87|\\x86)|\\x85|(?!" + _NUMBER + b"{0,2}\\x95))",
         b"\\((?:" + _NUMBER + b"{4,64}t|(?!" + _NUMBER + b"{0,64}\\x95))",
         b"[\\x94}\\])aesu]",

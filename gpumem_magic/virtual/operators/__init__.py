@@ -10,7 +10,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
 * operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
   `written_gradients`;
   what older versions keep: `kept_inputs`;
-* tensors and processes: `factories`, `sparse`, `autocast`, `collectives`.
+* tensors and processes: `factories`, `sparse` and `compressed`, `semi_structured`, `known_zeros`, `autocast`, `collectives`.
 
 `workspaces` is cuBLAS's memory, which is kept after the operator.
 """
