@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from multiprocessing.resource_tracker import ResourceTracker
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.utils.data._utils.signal_handling import _set_worker_pids
 
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials import process
+from gpumem_magic.trials.ending import _clears
 from gpumem_magic.trials.process import NoTrial, in_a_fork
 from gpumem_magic.virtual import gpu
 
@@ -183,6 +185,22 @@ def test_what_a_trial_starts_and_shares_goes_with_it(
         assert len(shared) == 2
         assert not [name for name in shared if Path("/dev/shm", name.strip("/")).exists()]
     assert not left_behind()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system does not say who started whom")
+def test_who_clears_away_what_is_shared_is_known_while_its_program_is_loaded() -> None:
+    """The system has not said by then what it runs: a trial that ends just after it shared something would end it, too."""
+    for _ in range(20):
+        tracker: Any = ResourceTracker()
+        tracker.ensure_running()
+        assert _clears(tracker._pid)
+        tracker._stop()
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    began = time.monotonic()
+    assert not _clears(ended.pid), "it has no command line any more"
+    assert time.monotonic() - began < 10, "nobody waits for one"
+    ended.wait()
 
 
 # Where the words of a place stand, Ctrl-C is pressed: before the name matters, among a loader's workers, while a file is written.

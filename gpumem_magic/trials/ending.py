@@ -95,16 +95,28 @@ def _below(child: int) -> set[int]:
 def _processes() -> list[_Process]:
     """All that run now; none where the system does not say."""
     found = []
-    for place in Path("/proc").glob("[0-9]*/stat"):
+    for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError):
-            state, *numbers = place.read_text(errors="replace").rpartition(")")[2].split()[:4]
-            found.append(_Process(int(place.parent.name), state, *map(int, numbers)))
+            state, *numbers = _stat(int(place.name))
+            found.append(_Process(int(place.name), state, *map(int, numbers)))
     return found
 
 
+def _stat(number: int) -> list[str]:
+    """Its state, parent, group and session. Raises OSError where it is gone."""
+    return Path(f"/proc/{number}/stat").read_text(errors="replace").rpartition(")")[2].split()[:4]
+
+
 def _clears(number: int) -> bool:
+    """Whether it is one of those. While the system loads a program, its process has no command line yet, and who started it goes
+    on: 20 ms for Python, and several times that on a busy machine."""
+    until = time.monotonic() + _CLEARING_SECONDS
     with suppress(OSError):
-        command = Path(f"/proc/{number}/cmdline").read_bytes()
+        while not (command := Path(f"/proc/{number}/cmdline").read_bytes()):
+            # (A zombie has none, either.)
+            if _stat(number)[0] in "ZX" or time.monotonic() > until:
+                break
+            time.sleep(_LOOK_SECONDS)
         return any(word in command for word in _CLEARING)
     return False
 
