@@ -112,7 +112,9 @@ def test_newest_versions_take_a_workspace_for_the_call() -> None:
     assert torch.cuda.max_memory_allocated() - start == MIB + WORKSPACE
 
 
-@pytest.mark.parametrize(("version", "peak", "kept"), [("2.6", MIB, 0), ("2.9", MIB, MIB), ("2.11", 0, 0)])
+@pytest.mark.parametrize(
+    ("version", "peak", "kept"), [("2.6", MIB, 0), ("2.9", MIB, MIB), ("2.11", MIB, MIB), ("2.12", 0, 0)]
+)
 def test_a_product_with_a_bias_has_a_workspace_of_its_own(version: str, peak: int, kept: int) -> None:
     gpu.turn_on(f"A100-40GB,torch={version}")
     layer, x = nn.Linear(512, 512).cuda(), squares(1)[0]
@@ -120,6 +122,22 @@ def test_a_product_with_a_bias_has_a_workspace_of_its_own(version: str, peak: in
     y = layer(x)
     assert torch.cuda.max_memory_allocated() - start == y.nbytes + WORKSPACE + peak
     assert torch.cuda.memory_allocated() - start == y.nbytes + WORKSPACE + kept
+
+
+@pytest.mark.parametrize(("version", "unified", "kept"), [("2.11", "1", WORKSPACE), ("2.13", "0", MIB)])
+def test_a_variable_says_whether_the_two_libraries_share_one(
+    version: str, unified: str, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the wheels of 2.11 and 2.13 do over a runtime without a card: where they share none, 2.13 takes cuBLASLt's alone."""
+    monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", unified)
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    layer, x = nn.Linear(512, 512).cuda(), squares(1)[0]
+    start = torch.cuda.memory_allocated()
+    y = layer(x)
+    assert torch.cuda.memory_allocated() - start == y.nbytes + kept
+    del y
+    x @ x
+    assert torch.cuda.memory_allocated() - start == WORKSPACE + (kept if kept == MIB else 0)
 
 
 def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,10 +192,10 @@ def test_inference_mode_allocates_what_no_grad_allocates(mode: type[torch.no_gra
         ({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, BlasPolicy(WORKSPACE, True, 0, True)),
         ({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}, BlasPolicy(0, True, 0, True)),
         ({"CUBLAS_WORKSPACE_CONFIG": "many"}, BlasPolicy(WORKSPACE, True, 0, True)),
-        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, BlasPolicy(WORKSPACE, True, MIB, True)),
+        ({"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0"}, BlasPolicy(WORKSPACE, True, MIB, True, True)),
         (
             {"TORCH_CUBLASLT_UNIFIED_WORKSPACE": "0", "CUBLASLT_WORKSPACE_SIZE": "4096"},
-            BlasPolicy(WORKSPACE, True, 4 * MIB, True),
+            BlasPolicy(WORKSPACE, True, 4 * MIB, True, True),
         ),
     ],
 )

@@ -4,7 +4,8 @@ Imports neither torch nor anything of NVIDIA's, so that device names can be read
 
 cuBLAS's workspaces come from PyTorch's allocator since 2.0 (pull requests 83461, 89027 and 91564 of pytorch/pytorch; before,
 the library took its own: `cublas_outside`). cuBLASLt's, for a product with a bias: 1 MiB for the call (73439), kept for each
-handle and stream since 2.9 (156495), one with cuBLAS's since 2.11 (168175). Blackwell got Hopper's 32 MiB with 2.12 (175344).
+handle and stream since 2.9 (156495), one with cuBLAS's since 2.12 (168175, which the wheels of 2.11 do not have: their host code
+takes both, and so they did on an H100). Blackwell got Hopper's 32 MiB with 2.12 (175344).
 From 2.15 nothing is kept (194311). AMD builds have them since 2.6 (138791).
 """
 
@@ -103,6 +104,8 @@ class BlasPolicy:
     lt_bytes: int
     """cuBLASLt's own, for products with a bias; 0 where it shares cuBLAS's or has none here."""
     lt_persistent: bool
+    lt_alone: bool = False
+    """Whether a product of cuBLASLt's takes only its own: the wheels of 2.12 and 2.13 ask for no handle of cuBLAS's then."""
 
 
 def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, str]) -> BlasPolicy:
@@ -116,13 +119,14 @@ def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, s
     pairs = _PAIR.findall(environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         cublas_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
-    unified = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if version >= (2, 11) else "0") == "1"
+    unified = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if version >= (2, 12) else "0") == "1"
     lt_bytes = 0
     if not (unified and version >= (2, 8)):
         text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
         lt_bytes = int(text) * KIB if text.isdecimal() else _LT_WORKSPACE
     persistent = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-    return BlasPolicy(cublas_bytes, persistent, lt_bytes, version >= (2, 9) and persistent)
+    alone = bool(lt_bytes) and version >= (2, 12)
+    return BlasPolicy(cublas_bytes, persistent, lt_bytes, version >= (2, 9) and persistent, alone)
 
 
 # ---- contexts

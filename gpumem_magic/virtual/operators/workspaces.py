@@ -75,7 +75,7 @@ class Workspaces:
         passing: list[int] = []
         try:
             for library, size, persistent in self._orders[device]:
-                if by_lt or library == "cublas":
+                if (not policy.lt_alone or library == "cublaslt") if by_lt else library == "cublas":
                     passing.append(self._take(library, device, size, persistent))
         finally:
             for address in passing:
