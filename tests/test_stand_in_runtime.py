@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import pickle
 import runpy
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +28,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "stand_in_runtime"
 def tool(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.syspath_prepend(str(FOLDER))
     yield runpy.run_path(str(FOLDER / "__main__.py"), run_name="stand_in_runtime")
-    for module in ("building", "samples"):
+    for module in ("building", "samples", "saved"):
         sys.modules.pop(module, None)
 
 
@@ -252,7 +254,7 @@ def test_cases_run_in_one_process_until_one_crashes_or_ends_it(running: Any) -> 
                 os._exit(3)
             yield os.getpid()
 
-    found = running.until_all_are_done(work, 6)
+    found = list(running.until_all_are_done(work, 6))
     assert found[2] == f"crashed with signal {signal.SIGKILL.value}"
     assert found[4] == "ended its process"
     processes = found[:2] + found[3:4] + found[5:]
@@ -263,6 +265,7 @@ def test_cases_run_in_one_process_until_one_crashes_or_ends_it(running: Any) -> 
 def test_a_case_that_fails_leaves_nothing_to_the_next(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "first_products", lambda: None)
     monkeypatch.setattr(running, "recorded", lambda call: ([call() or os.environ.get("STAND_IN_TOLD")], None))
+    monkeypatch.setattr(running, "usable", lambda: True)
     begun: list[int] = []
     cases = [
         ("told=3; torch.use_deterministic_algorithms(True)", "1"),
@@ -275,6 +278,95 @@ def test_a_case_that_fails_leaves_nothing_to_the_next(running: Any, monkeypatch:
     found = list(running.run(lambda: begun.append(1), cases))
     assert begun == [1]
     assert found == [["3"], "NameError: name 'missing' is not defined", [None]]
+
+
+def test_a_device_with_an_error_that_stays_ends_the_process_and_the_next_case_has_another(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[int] = []
+
+    def synchronize() -> None:
+        if broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    def recorded(call: Any) -> tuple[list[int], None]:
+        call()
+        synchronize()
+        return [os.getpid()], None
+
+    monkeypatch.setattr(running, "first_products", lambda: None)
+    monkeypatch.setattr(running, "recorded", recorded)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(running, "zeros", broken.append)
+    cases = [("pass", "1"), ("pass", "r(1)"), ("pass", "1"), ("pass", "1")]
+    first, failed, *others = running.until_all_are_done(lambda done: running.run(int, cases[done:]), 4)
+    assert failed == "RuntimeError: CUDA error: device-side assert triggered"
+    assert others[0] == others[1] != first
+
+
+def test_a_case_that_wants_it_has_a_process_in_which_nothing_ran(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[int] = []
+    monkeypatch.setattr(running, "first_products", lambda: products.append(1))
+    monkeypatch.setattr(running, "recorded", lambda call: ([os.getpid(), len(products)], call()))
+    monkeypatch.setattr(running, "usable", lambda: True)
+    cases = [("pass", "1"), ("pass", "1"), ("fresh; pass", "1"), ("fresh; pass", "1"), ("pass", "1")]
+    found = list(running.until_all_are_done(lambda done: running.run(int, cases[done:]), 5))
+    processes, counts = zip(*found, strict=True)
+    assert counts == (1, 1, 0, 0, 1)
+    assert [processes.index(process) for process in processes] == [0, 0, 2, 3, 4]
+
+
+def test_a_case_that_takes_too_long_is_ended(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(first: int) -> Iterator[Any]:
+        for number in range(first, 3):
+            if number == 1:
+                time.sleep(60)
+            yield number
+
+    monkeypatch.setattr(running, "PATIENCE", 1)
+    assert list(running.until_all_are_done(work, 3)) == [0, "took more than 1 s", 2]
+
+
+def test_a_file_keeps_the_gpu_what_was_run_and_what_it_was_asked_for(
+    tool: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a GPU of this computer: the virtual one, in whose place running.py puts it."""
+    saved = importlib.import_module("saved")
+    named = {"name": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    monkeypatch.setattr(saved, "about", lambda: named)
+    began = json.dumps
+
+    def asked(value: Any, file: Any = None) -> None:
+        file.write(began({**value, "virtual": "H100,torch=2.11"}))
+
+    monkeypatch.setattr(saved.json, "dump", asked)
+    cases = [("one", "x=r(100)", "x+1"), ("wrong", "x=r(100)", "y+1"), ("two", "x=r(10,10)", "x.sum()")]
+    file = str(tmp_path / "h100.jsonl.xz")
+    saved.save(file, {"cases": cases}, processes=2, minutes=5)
+    about, request, there = saved.read(file, "")
+    assert about == named
+    assert [tuple(case) for case in request["cases"]] == cases
+    assert there == {"one": [["+", 400]], "wrong": "NameError: name 'y' is not defined", "two": [["+", 4]]}
+    assert tool["against"](file, None, ["o"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "PyTorch 2.11.0+cu130 on NVIDIA H100 80GB HBM3 (A), H100,torch=2.11 on the virtual GPU (B)\n"
+    )
+    assert said.endswith("2 of 2 cases alike (allocations), 2 alike with their frees.\n")
+
+
+def test_half_a_line_of_a_run_that_was_ended_is_left_out(tool: dict[str, Any]) -> None:
+    saved = importlib.import_module("saved")
+    assert saved.answers('["one", [["+", 400]]]\n["two", [["+", 4') == {"one": [["+", 400]]}
+
+
+def test_a_card_that_the_catalogue_does_not_know_is_one_line(tool: dict[str, Any]) -> None:
+    assert tool["key_of"]("NVIDIA H100 80GB HBM3") == "H100"
+    with pytest.raises(
+        importlib.import_module("building").Unfit, match=r"^no card of the catalogue says that it is a K6;"
+    ):
+        tool["key_of"]("K6")
 
 
 def test_a_whole_program_leaves_its_snapshot_also_where_it_fails(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
     python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
         [--opinfo | --modules | --optimizers | --script FILE [ARGUMENT ...]]
+    python benchmarks/stand_in_runtime --save FILE [--opinfo | --modules | --optimizers]
+    python benchmarks/stand_in_runtime --against FILE [--card H100] [--only TEXT ...]
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
@@ -9,7 +11,10 @@ folder with `cc` and that environment's headers. The cases of `cases.txt` run he
 order, is compared. With --opinfo, --modules or --optimizers, samples of PyTorch's own tests are, each with its gradients. With
 --script a whole program is, by `gpumem diff --events`: OTHER needs what it imports, and no kernel makes the values it reads.
 
-It was run with 2.1, 2.6, 2.11 and 2.13.
+On a computer with a GPU, --save keeps in FILE what this environment's PyTorch asks for there, and --against compares such a
+file with the virtual GPU, on any computer.
+
+It was run with 2.1, 2.6, 2.11 and 2.13, and on an H100 with 2.11.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import saved
 from building import HERE, Unfit, Wheel, build, wheel
 
 from gpumem_magic.virtual.card import catalog
@@ -41,10 +47,13 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    way = parser.add_mutually_exclusive_group(required=True)
+    way.add_argument("--python", metavar="OTHER", help="the Python of an environment with a CUDA build")
+    way.add_argument("--save", metavar="FILE", help="keep what the GPU of this computer is asked for")
+    way.add_argument("--against", metavar="FILE", help="compare with what another computer's --save kept")
     parser.add_argument(
-        "--python", metavar="OTHER", required=True, help="the Python of an environment with a CUDA build"
+        "--card", help="a card of `gpumem devices` (default: A100, and with --against the one that FILE names)"
     )
-    parser.add_argument("--card", default="A100", help="a card of `gpumem devices` (default: %(default)s)")
     parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases, or operators, with a TEXT in their name")
     for flag, of, drawn in (
         ("--opinfo", "operators", "each operator, with gradients, once and twice, in place and with out="),
@@ -58,25 +67,57 @@ def main() -> int:
     )
     parser.add_argument("--most", type=int, default=4, help="samples of one of these and a type (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which samples, and their values (default: %(default)s)")
+    parser.add_argument("--drawn", metavar="FILE", help="samples that samples.py drew before")
+    parser.add_argument("--processes", type=int, default=1, help="with --save: that run side by side (default: 1)")
+    parser.add_argument("--minutes", type=float, default=60, help="with --save: what is not done then is left out")
     options = parser.parse_args()
     if options.script is not None:
         return (
-            by_script(options.python, options.card, options.script) if options.script else parser.error("which script?")
+            by_script(options.python, options.card or "A100", options.script)
+            if options.script and options.python
+            else parser.error("which script, and with which --python?")
         )
-    if options.of:
-        request = {"of": options.of, "only": options.only, "most": options.most, "seed": options.seed}
-        return by_sample(options.python, options.card, request)
+    if options.against:
+        return against(options.against, options.card, options.only)
     listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
     wanted = [case for case in listed if options.only is None or any(text in case.name for text in options.only)]
-    if not wanted:
+    if not (wanted or options.of):
         parser.error(f"no case has {' or '.join(options.only)} in its name")
     try:
-        title, there, here = both(options.python, options.card, {"cases": wanted})
+        with tempfile.NamedTemporaryFile() as drawn:
+            request: dict[str, Any] = {"cases": wanted}
+            if options.of:
+                asked = {"of": options.of, "only": options.only, "most": options.most, "seed": options.seed}
+                request = {"of": options.of, "samples": options.drawn or drawn.name}
+                if not options.drawn:
+                    draw(asked, drawn.name)
+            if options.save:
+                saved.save(options.save, request, options.processes, options.minutes)
+                return 0
+            title, there, here = both(options.python, options.card or "A100", request)
     except (Unfit, catalog.UnknownDevice) as why:
         print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
         return 1
     print(title)
-    print("\n".join(words(wanted, there, here)))
+    print("\n".join(grouped(there, here) if options.of else words(wanted, there, here)))
+    return 0
+
+
+def against(file: str, card: str | None, only: list[str] | None) -> int:
+    """What another computer's GPU was asked for, beside the virtual one of its name and its PyTorch."""
+    try:
+        with tempfile.NamedTemporaryFile() as drawn:
+            about, request, there = saved.read(file, drawn.name)
+            version = ".".join(about["torch"].split(".")[:2])
+            spec = f"{card or key_of(about['name'])},torch={version}"
+            here = run(sys.executable, request, spec, {})
+    except (Unfit, catalog.UnknownDevice, OSError) as why:
+        print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
+        return 1
+    there = {name: events for name, events in there.items() if only is None or any(text in name for text in only)}
+    print(f"PyTorch {about['torch']} on {about['name']} (A), {spec} on the virtual GPU (B)")
+    cases = [Case(*case) for case in request.get("cases", ())]
+    print("\n".join(words([one for one in cases if one.name in there], there, here) if cases else grouped(there, here)))
     return 0
 
 
@@ -101,20 +142,19 @@ def by_script(python: str, card: str, script: list[str]) -> int:
         return 1
 
 
-def by_sample(python: str, card: str, request: dict[str, Any]) -> int:
-    try:
-        with tempfile.NamedTemporaryFile() as drawn:
-            command = [sys.executable, str(HERE / "samples.py"), drawn.name]
-            done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise Unfit(f"no samples: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
-            title, there, here = both(python, card, {"of": request["of"], "samples": drawn.name})
-    except (Unfit, catalog.UnknownDevice) as why:
-        print(f"Not compared: {str(why).rstrip('.')}.", file=sys.stderr)
-        return 1
-    print(title)
-    print("\n".join(grouped(there, here)))
-    return 0
+def key_of(name: str) -> str:
+    """The catalogue's key of a card by the name that its driver says."""
+    found = next((key for key, model in catalog.CATALOG.items() if model.name == name), None)
+    if found is None:
+        raise Unfit(f"no card of the catalogue says that it is a {name}; name one by --card")
+    return found
+
+
+def draw(asked: dict[str, Any], file: str) -> None:
+    command = [sys.executable, str(HERE / "samples.py"), file]
+    done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise Unfit(f"no samples: {(done.stderr.strip().splitlines() or ['no word why'])[-1]}")
 
 
 def both(python: str, card: str, request: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
@@ -170,7 +210,7 @@ def run(python: str, request: dict[str, Any], virtual: str | None, environment: 
         if done.returncode:
             side = "on the virtual GPU" if virtual else "over the stand-in runtime"
             raise Unfit(f"{side} nothing ran: {(done.stderr.strip().splitlines() or ['it ended without a word'])[-1]}")
-        return dict(json.loads(Path(out.name).read_text(encoding="utf-8")))
+        return saved.answers(Path(out.name).read_text(encoding="utf-8"))
 
 
 def words(cases: list[Case], there: dict[str, Any], here: dict[str, Any]) -> list[str]:

@@ -1,16 +1,21 @@
-"""Runs cases and writes what each asked the allocator for: python running.py OUT < JSON.
+"""Runs cases and writes what each asked the allocator for, a line each: python running.py OUT < JSON.
 
 JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE, "of": WHAT in place of the cases
-(see samples.py). They run in one forked child until one crashes, and in another from the next on. It runs in either
-environment, and so needs nothing but PyTorch.
+(see samples.py); "part": [3, 5] runs every fifth, from the third on. They run in one forked child until one crashes, leaves the
+device with an error or takes too long, and in another from the next on. It runs in either environment, and so needs nothing but
+PyTorch.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import json
 import os
 import pickle
 import re
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -20,6 +25,9 @@ from typing import Any
 
 import samples
 import torch
+
+# Seconds that a child may take for one case.
+PATIENCE = 60
 
 
 def main(out: str) -> None:
@@ -40,40 +48,40 @@ def main(out: str) -> None:
     (nothing,) = forked(lambda: run(begin, [("pass", "None")]))
     if isinstance(nothing, str):
         sys.exit(nothing)
+    first, step = asked.get("part", (0, 1))
     if "samples" in asked:
-        answers = sampled(begin, asked["of"], database, pickle.loads(Path(asked["samples"]).read_bytes()))
+        every = sampled(asked["of"], database, pickle.loads(Path(asked["samples"]).read_bytes()))[first::step]
+        found = until_all_are_done(lambda first: run_samples(begin, every[first:]), len(every))
     else:
-        cases = asked["cases"]
-        codes = [code for _, *code in cases]
-        found = until_all_are_done(lambda first: run(begin, codes[first:]), len(cases))
-        answers = {name: answer for (name, *_), answer in zip(cases, found, strict=True)}
-    Path(out).write_text(json.dumps(answers), encoding="utf-8")
+        every = [(name, code) for name, *code in asked["cases"]][first::step]
+        found = until_all_are_done(lambda first: run(begin, [code for _, code in every[first:]]), len(every))
+    # (Appended in one piece: several processes may write the file.)
+    file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for (name, _), answer in zip(every, found, strict=True):
+        of_ways = {"forward": answer} if isinstance(answer, str) else answer
+        for one, events in (
+            [(f"{name} {way}", of_ways[way]) for way in of_ways] if "samples" in asked else [(name, answer)]
+        ):
+            os.write(file, f"{json.dumps([one, events])}\n".encode())
 
 
-def sampled(
-    begin: Callable[[], object], of: str, database: dict[str, Any], groups: list[samples.Group]
-) -> dict[str, Any]:
-    """The events of all that is run of each sample."""
-    every = [
+def sampled(of: str, database: dict[str, Any], groups: list[samples.Group]) -> list[tuple[str, Any]]:
+    """All samples by name, of what is known here."""
+    return [
         (f"{name} {dtype} {number}", (of, entry, name, dtype, *sample))
         for name, dtype, drawn in groups
         if (entry := database.get(name) or database.get(name.rpartition(".")[0]))
         for number, sample in enumerate(drawn)
     ]
-    answers: dict[str, Any] = {}
-    found = until_all_are_done(lambda first: run_samples(begin, every[first:]), len(every))
-    for (name, _), answer in zip(every, found, strict=True):
-        of_ways = {"forward": answer} if isinstance(answer, str) else answer
-        answers |= {f"{name} {way}": events for way, events in of_ways.items()}
-    return answers
 
 
-def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> list[Any]:
-    """What each of so many gives, in one child until one crashes, and in another from the next on."""
-    answers: list[Any] = []
-    while len(answers) < count:
-        answers += forked(partial(work, len(answers)))
-    return answers
+def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> Iterator[Any]:
+    """What each of so many gives, in one child until that ends, and in another from the next on."""
+    done = 0
+    while done < count:
+        for answer in forked(partial(work, done)):
+            done += 1
+            yield answer
 
 
 def run_samples(begin: Callable[[], object], every: list[tuple[str, Any]]) -> Iterator[Any]:
@@ -93,8 +101,9 @@ def run_samples(begin: Callable[[], object], every: list[tuple[str, Any]]) -> It
         except Exception as error:
             answer[way] = said(error)
         steps = work = result = None
-        torch.cuda.empty_cache()
         yield answer
+        if not usable():
+            return
 
 
 def recorded(call: Callable[[], Any]) -> tuple[Any, Any]:
@@ -107,7 +116,7 @@ def recorded(call: Callable[[], Any]) -> tuple[Any, Any]:
     return events(torch.cuda.memory._snapshot()["device_traces"][0]), result
 
 
-def forked(work: Callable[[], Iterable[Any]]) -> list[Any]:
+def forked(work: Callable[[], Iterable[Any]]) -> Iterator[Any]:
     """What a child's work yields, and a last line if it ended by a failure. CUDA is begun in the child only: after a fork it
     would refuse to go on."""
     reading, writing = os.pipe()
@@ -123,12 +132,20 @@ def forked(work: Callable[[], Iterable[Any]]) -> list[Any]:
         finally:
             os._exit(0)
     os.close(writing)
-    with os.fdopen(reading) as pipe:
-        answers = [json.loads(line) for line in pipe]
+    rest = b""
+    while in_time := bool(select.select([reading], [], [], PATIENCE)[0]):
+        piece = os.read(reading, 1 << 16)
+        if not piece:
+            break
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from map(json.loads, lines)
+    os.close(reading)
+    if not in_time:
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    if not status:
-        return answers
-    return [*answers, f"crashed with signal {status & 127}" if status & 127 else "ended its process"]
+    if status:
+        ended = f"crashed with signal {status & 127}" if status & 127 else "ended its process"
+        yield ended if in_time else f"took more than {PATIENCE} s"
 
 
 def said(error: Exception) -> str:
@@ -137,22 +154,54 @@ def said(error: Exception) -> str:
 
 def run(begin: Callable[[], object], cases: list[Any]) -> Iterator[Any]:
     begin()
-    first_products()
-    for case in cases:
+    alone = is_fresh(cases[0])
+    if not alone:
+        first_products()
+    for case in cases[:1] if alone else itertools.takewhile(lambda case: not is_fresh(case), cases):
         try:
             answer = asked_for(*case)
         except Exception as error:
             answer = said(error)
         os.environ.pop("STAND_IN_TOLD", None)
-        # What a case turned on, and did not get to turn off.
-        torch.set_grad_enabled(True)
-        torch.set_autocast_enabled(False)
-        torch.use_deterministic_algorithms(False)
-        if not torch.backends.cudnn.enabled:
-            torch.backends.cudnn.enabled = True
+        yield answer
+        as_at_first()
+        if not usable():
+            return
+
+
+def is_fresh(case: Any) -> bool:
+    """Whether it wants a process in which nothing ran before."""
+    return bool(case[0].startswith("fresh;"))
+
+
+def as_at_first() -> None:
+    """Ends what a case turned on and did not get to turn off."""
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled(False)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cuda.preferred_linalg_library("default")
+    # (PyTorch's tests refuse to have the flags set, even to what they are.)
+    for flags, name, usual in (
+        (torch.backends.cudnn, "enabled", True),
+        (torch.backends.cudnn, "benchmark", False),
+        (torch.backends.cudnn, "deterministic", False),
+        (torch.backends.cudnn, "allow_tf32", True),
+        (torch.backends.cuda.matmul, "allow_tf32", False),
+    ):
+        if getattr(flags, name) != usual:
+            setattr(flags, name, usual)
+
+
+def usable() -> bool:
+    """Whether the device takes more work: an assertion in a kernel leaves an error that stays."""
+    gc.collect()
+    try:
+        torch.cuda.synchronize()
         # What no kernel writes is read as zero in fresh memory only.
         torch.cuda.empty_cache()
-        yield answer
+    except Exception:
+        return False
+    return True
 
 
 def first_products() -> None:
@@ -163,10 +212,11 @@ def first_products() -> None:
 
 def asked_for(setup: str, expression: str) -> list[tuple[str, int]]:
     """What an expression asks for after its setup."""
+    setup = setup.removeprefix("fresh;").strip()
     told = re.match(r"told=(\d+);", setup)
     scope = {
-        "torch": torch, "F": torch.nn.functional, "r": zeros, "some": some, "opt": optimizer, "d": "cuda", "h": torch.half,
-        "bf": torch.bfloat16, "i8": torch.int64, "i4": torch.int32, "bool": torch.bool,
+        "torch": torch, "F": torch.nn.functional, "r": zeros, "some": some, "rn": normal, "opt": optimizer, "d": "cuda",
+        "h": torch.half, "bf": torch.bfloat16, "i8": torch.int64, "i4": torch.int32, "bool": torch.bool,
     }  # fmt: skip
     exec(setup[told.end() if told else 0 :].strip(), scope)
     if told:
@@ -176,6 +226,11 @@ def asked_for(setup: str, expression: str) -> list[tuple[str, int]]:
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
     return torch.zeros(*shape, dtype=dtype, device="cuda", requires_grad=grad)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False) -> torch.Tensor:
+    """Random numbers, for what wants a matrix that can be inverted or values that differ."""
+    return torch.randn(*shape, dtype=dtype, device="cuda", requires_grad=grad)
 
 
 def some(count: int, *shape: int, dtype: torch.dtype = torch.bool) -> torch.Tensor:
