@@ -44,13 +44,20 @@ def test_without_a_gpu_it_is_one_line_and_a_status(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("device", "context", "workspace"),
-    [("A100-40GB,context=777MiB", 777, WORKSPACE), ("H100", 481, LARGE_WORKSPACE), ("T4,idle=3MiB", 400, WORKSPACE)],
+    ("device", "context", "libraries", "workspace"),
+    [
+        ("A100-40GB,context=777MiB", 777, 0, WORKSPACE),
+        ("H100", 619, 66 + 8, LARGE_WORKSPACE),
+        ("T4,idle=3MiB", 400, 0, WORKSPACE),
+    ],
 )
-def test_it_finds_the_constants_of_a_device_that_has_them(device: str, context: int, workspace: int) -> None:
+def test_it_finds_the_constants_of_a_device_that_has_them(
+    device: str, context: int, libraries: int, workspace: int
+) -> None:
     gpu.turn_on(device)
     found = measure(torch, 0)
-    assert found.context_bytes == found.context_with_libraries_bytes == context * MIB
+    assert found.context_bytes == context * MIB
+    assert found.context_with_libraries_bytes == (context + libraries) * MIB
     assert found.cublas_workspace_bytes == workspace
     model = CATALOG[device.partition(",")[0]]
     assert (found.total_bytes, found.smi_total_bytes) == (model.total_bytes, model.smi_total_bytes)

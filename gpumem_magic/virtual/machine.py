@@ -284,7 +284,14 @@ class VirtualMachine:
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
         self.workspaces.after(func, args, device)
 
+    def begin_streams(self, device: int) -> None:
+        self.workspaces.streams(device)
+
+    def uses_cudnn(self, device: int) -> None:
+        self.workspaces.cudnn(device)
+
     def convolve(self, device: int, call: Convolution) -> None:
+        self.workspaces.cudnn(device)
         self.convolutions.take(device, call)
 
     def torch_version(self, device: int) -> tuple[int, int]:

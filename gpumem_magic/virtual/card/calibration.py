@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_magic.snapshot.whole_file import printable, replace_file
-from gpumem_magic.virtual.card.models import GpuModel
+from gpumem_magic.virtual.card.models import NO_FIRST_USES, GpuModel
 
 VARIABLE = "GPUMEM_CALIBRATION"
 """Names another file; set and empty, no file is read or written."""
@@ -230,6 +230,7 @@ def applied(
         model,
         context_bytes=context,
         context_is_estimate=False,
+        first_uses=NO_FIRST_USES,
         cublas_workspace_bytes=found.cublas_workspace_bytes,
         total_bytes=found.total_bytes,
         smi_total_bytes=found.smi_total_bytes or found.total_bytes + model.driver_reserved_bytes,

@@ -15,8 +15,8 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.units import GIB, KIB, MIB, human
 from gpumem_magic.virtual.card import calibration, generations
 from gpumem_magic.virtual.card.models import CATALOG as CATALOG
+from gpumem_magic.virtual.card.models import NO_FIRST_USES, generic
 from gpumem_magic.virtual.card.models import GpuModel as GpuModel
-from gpumem_magic.virtual.card.models import generic
 
 MAX_DEVICES = 64
 # What nvidia-smi's table has room for.
@@ -207,7 +207,10 @@ def _with_options(model: GpuModel, given: dict[str, str]) -> GpuModel:
         if name == "name":
             model = replace(model, name=_checked_name(value))
         elif name == "context":
-            model = replace(model, context_bytes=parse_size(value), context_is_estimate=False, calibrated="")
+            size = parse_size(value)
+            model = replace(
+                model, context_bytes=size, context_is_estimate=False, calibrated="", first_uses=NO_FIRST_USES
+            )
         elif name == "cudnn":
             asks = value.casefold() != "estimate"
             model = replace(model, convolution_bytes=_convolution_bytes(value), asks_cudnn=asks)
@@ -245,7 +248,9 @@ def _of_generation(model: GpuModel, version_text: str | None, loading: str | Non
             )
         lazy = loading.casefold() == "lazy"
     found = generations.context(model.key, model.capability, version, lazy)
-    model = replace(model, context_bytes=found.nbytes, context_is_estimate=found.is_estimate)
+    measured_apart = lazy and (version_text is None or version >= generations.FIRST_USES_FROM)
+    first_uses = model.first_uses if measured_apart else NO_FIRST_USES
+    model = replace(model, context_bytes=found.nbytes, context_is_estimate=found.is_estimate, first_uses=first_uses)
     if version_text is None:
         return model
     workspace = generations.cublas_workspace_bytes(version, model.capability, generations.is_rocm(version_text))

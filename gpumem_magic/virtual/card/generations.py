@@ -27,6 +27,8 @@ WORKSPACE = 8_519_680
 LARGE_WORKSPACE = 32 * MIB
 """On Hopper, and on Blackwell since 2.12."""
 _LT_WORKSPACE = 1 * MIB
+FIRST_USES_FROM = (2, 11)
+"""The first PyTorch with CUDA 13, with which it was measured what libraries take from the driver (`models.FirstUses`)."""
 ADDRESSES_MAY_RISE_FROM = (2, 1)
 """The first PyTorch of which recordings have addresses from below (0x3... to 0xc...) that rise, which the driver decides: about
 half of those with 2.1 to 2.11. Those of the others are 0x7..., and fall."""

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpumem_magic.units import GIB, KIB, MIB
 from gpumem_magic.virtual.card.generations import WORKSPACE
@@ -30,18 +30,35 @@ _LAZY_CONTEXT = 400 * MIB
 _LAZY_CONTEXT_NOTE = "context: an estimate, the 300 to 400 MiB that PyTorch's developers name for lazily loaded kernels"
 
 
+class FirstUses(NamedTuple):
+    """What a process takes from the driver with what it uses first, beside the context, in bytes.
+
+    cublas, cudnn: for each handle, and PyTorch has one for each host thread and for the autograd engine's. code: once, with the
+    first of these libraries. streams: with the first stream of the program's own, when PyTorch makes all of its pool.
+    """
+
+    cublas: int = 0
+    cudnn: int = 0
+    code: int = 0
+    streams: int = 0
+
+
+NO_FIRST_USES = FirstUses()
+
+
 @dataclass(frozen=True)
 class GpuModel:
     """What one kind of GPU is. All sizes in bytes.
 
-    total_bytes: `torch.cuda.get_device_properties(...).total_memory`. smi_total_bytes: nvidia-smi's total.
-    idle_bytes: shown by nvidia-smi before anything runs. context_bytes: this process's memory outside PyTorch's allocator
-    once the device is in use. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0 for none.
-    oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version: the version
-    whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while it runs; None
-    for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and with what
-    `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links to other
-    cards there are. addresses_fall: whether the driver gives out addresses downwards (see `generations.ADDRESSES_MAY_RISE_FROM`).
+    total_bytes: `torch.cuda.get_device_properties(...).total_memory`. smi_total_bytes: nvidia-smi's total. idle_bytes: shown by
+    nvidia-smi before anything runs. context_bytes: this process's memory outside PyTorch's allocator once the device is in use.
+    first_uses: what comes on top, where it was measured apart. cublas_workspace_bytes: one workspace in PyTorch's allocator, 0
+    for none. oom_text_version: the PyTorch version whose out-of-memory text is used; None for the installed one. torch_version:
+    the version whose library workspaces are used; None likewise. convolution_bytes: what cuDNN takes for each convolution while
+    it runs; None for its own answer or the estimate (see `cudnn`). asks_cudnn: whether that is looked for. calibrated: when and
+    with what `gpumem calibrate` measured these figures on this computer; empty for the catalogue's own. nvlinks: how many links
+    to other cards there are. addresses_fall: whether the driver gives out addresses downwards (see
+    `generations.ADDRESSES_MAY_RISE_FROM`).
     """
 
     key: str
@@ -70,6 +87,7 @@ class GpuModel:
     calibrated: str = ""
     nvlinks: int = 0
     addresses_fall: bool = False
+    first_uses: FirstUses = NO_FIRST_USES
 
     @property
     def driver_reserved_bytes(self) -> int:
@@ -86,6 +104,8 @@ def _read() -> Mapping[str, GpuModel]:
     models: dict[str, GpuModel] = {}
     for key, card in json.loads(Path(__file__).with_name("cards.json").read_text(encoding="utf-8")).items():
         fields: dict[str, Any] = {name: _value(value) for name, value in card.items() if name != "like"}
+        if "first_uses" in fields:
+            fields["first_uses"] = FirstUses(**{name: _value(value) for name, value in fields["first_uses"].items()})
         like = models.get(card.get("like"))
         models[key] = GpuModel(key=key, **fields) if like is None else replace(like, key=key, **fields)
     return MappingProxyType(models)

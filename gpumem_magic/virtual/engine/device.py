@@ -253,3 +253,6 @@ class MachineForTorch(Protocol):
     def malloc(self, device: int, nbytes: int) -> int: ...
 
     def free(self, device: int, address: int) -> None: ...
+
+    def begin_streams(self, device: int) -> None:
+        """The program makes a stream on the device."""

@@ -84,6 +84,9 @@ class Memory(Protocol):
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
         """Memory that a library takes beside an operator's results, which are there now."""
 
+    def uses_cudnn(self, device: int) -> None:
+        """To be called before cuDNN runs anything but a convolution: the library begins with memory from the driver."""
+
     def convolve(self, device: int, call: Convolution) -> None:
         """Memory that cuDNN takes for a call and gives back; nothing where there is no room."""
 

@@ -210,6 +210,7 @@ def _sizes(input: Any, hx: Any, weights: Any, mode: int, hidden: int, layers: in
 @special(_aten._cudnn_rnn.default)
 def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     (input, weights, _, buffer, hx, cx, mode, hidden, projected, layers, batch_first, _, train, two, batches, _) = args
+    engine.memory.uses_cudnn(device)
     sizes = _sizes(input, hx, weights, mode, hidden, layers, two)
     width = (projected or hidden) * (1 + two)
     with pushed(engine.mode):
@@ -239,6 +240,7 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
      batches, _, _, wanted) = args  # fmt: skip
     if of_output is None and of_hy is None and of_cy is None:
         return None, None, None, [None] * len(weights)
+    engine.memory.uses_cudnn(device)
     sizes = _sizes(input, hx, weights, mode, hidden, layers, two)
     swapped = batch_first and not batches
     with pushed(engine.mode):

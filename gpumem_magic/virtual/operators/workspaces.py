@@ -3,7 +3,8 @@
 One for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread of its own for
 each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only so).
 Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a device.
-Before PyTorch 2.0 the library takes its own from the driver.
+Before PyTorch 2.0 the library takes its own from the driver. What else cuBLAS, cuDNN and a pool of streams take there at their
+first use is the card's, where it was measured (`models.FirstUses`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gpumem_magic.virtual.card.generations import (
     is_rocm,
     parse_version,
 )
+from gpumem_magic.virtual.card.models import FirstUses, GpuModel
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
 # Products that go to cuBLASLt: always, and with a bias that the library adds.
@@ -33,6 +35,10 @@ _LT = {*overloads("_scaled_mm _int_mm _scaled_mm.out _int_mm.out")}
 _WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out")}
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = {*overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out")}
+_NO_HANDLE = {
+    "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    "cudnn": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+}
 # By their `id`: PyTorch's own hash of an operator is Python's, and each one passes here.
 _BLAS = {id(func): func for func in _LT | _WITH_BIAS | _OTHERS}
 
@@ -59,17 +65,16 @@ class Workspaces:
         self._policies: dict[int, BlasPolicy] = {}
         self._orders: dict[int, list[tuple[str, int, bool]]] = {}
         self._versions = [parse_version(version_text(device)) for device in devices]
-        # (The contexts of devices that name no version were measured with whatever was there.)
-        named = [device.model.torch_version for device in devices]
-        self._outside = [(0, 0) if text is None else cublas_outside(text) for text in named]
-        self._handles: set[tuple[int, int]] = set()
+        self._outside = [_outside(device.model) for device in devices]
+        self._handles: set[tuple[str, int, int]] = set()
+        self._begun: set[tuple[str, int]] = set()
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when such an operator has its results. Raises out of memory as the device would."""
         if not takes_after(func):
             return
-        if self._outside[device][0]:
-            self._library_takes(device)
+        if self._outside[device].cublas:
+            self._library_takes("cublas", self._outside[device].cublas, device)
         policy = self._policies.get(device) or self._decide(device)
         by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
         passing: list[int] = []
@@ -106,24 +111,41 @@ class Workspaces:
         thread = -1 if STATE.backward else threading.get_ident()
         return device, thread, self._stream_of(device)
 
-    def _library_takes(self, device: int) -> None:
+    def cudnn(self, device: int) -> None:
+        """To be called before cuDNN runs anything."""
+        if self._outside[device].cudnn:
+            self._library_takes("cudnn", self._outside[device].cudnn, device)
+
+    def streams(self, device: int) -> None:
+        """To be called when the program wants a stream of its own."""
+        if self._outside[device].streams and ("streams", device) not in self._begun:
+            self._take_beside(device, self._outside[device].streams)
+            self._begun.add(("streams", device))
+
+    def _library_takes(self, library: str, each: int, device: int) -> None:
         """From the driver, for a handle that is new: one for each thread."""
-        handle = self._handle(device)[:2]
+        handle = (library, *self._handle(device)[:2])
         if handle in self._handles:
             return
-        each, once = self._outside[device]
-        is_first = all(index != device for index, _ in self._handles)
+        code = self._outside[device].code * (("code", device) not in self._begun)
         try:
-            self._take_beside(device, each + once * is_first)
+            self._take_beside(device, each + code)
         except RuntimeError:
-            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`") from None
+            raise RuntimeError(_NO_HANDLE[library]) from None
         self._handles.add(handle)
+        self._begun.add(("code", device))
 
     def clear(self) -> None:
         """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), address in persistent.items():
             self._free(device, address)
+
+
+def _outside(model: GpuModel) -> FirstUses:
+    """(The contexts of devices that name no version were measured with whatever was there.)"""
+    each, once = (0, 0) if model.torch_version is None else cublas_outside(model.torch_version)
+    return FirstUses(cublas=each, code=once) if each else model.first_uses
 
 
 def takes_after(func: Any) -> bool:

@@ -42,12 +42,18 @@ def device_index(device: Any) -> int:
     return CURRENT.device if device.index is None else int(device.index)
 
 
+def begin_pool(device: int) -> None:
+    """The first stream that a program makes comes with all of PyTorch's pool. What takes its place knows what they take."""
+
+
 class Stream:
     """Stands for `torch.cuda.Stream`. Memory belongs to the stream that it was first allocated on, as on a device."""
 
     def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
         self.device = torch.device("cuda", device_index(device))
         self.device_index = self.device.index
+        if not kwargs:
+            begin_pool(self.device_index)
         self.device_type = 1
         self.priority = priority
         self.cuda_stream = kwargs.get("_id", next(_stream_ids))

@@ -67,6 +67,7 @@ class CudaFace:
         patches.set(torch, "Generator", streams.Generator)
         patches.set(torch, "device", streams.DeviceByNumber)
         patches.set(torch, "Stream", streams.AnyStream)
+        patches.set(streams, "begin_pool", self._machine.begin_streams)
         patches.set(torch, "Event", streams.AnyEvent)
         self._install_accelerator(patches)
 
