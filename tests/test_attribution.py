@@ -21,7 +21,7 @@ from gpumem_magic.attribution.ledger import (
 from gpumem_magic.attribution.owners import lives_at, owners
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
 from gpumem_magic.devices.base import Counters, Label
-from gpumem_magic.recording.model import Recording
+from gpumem_magic.recording.model import KEPT_BY_GRAPH, Hold, Recording
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import MIB
@@ -30,7 +30,8 @@ from gpumem_magic.units import MIB
 def labelled(recording: Recording) -> tuple[Timeline, list[Label]]:
     log = recording.logs[recording.primary]
     timeline = Timeline(log.start, log.events, log.settings)
-    return timeline, attribute(log, timeline, recording.spans, recording.sightings, recording.checkpoints)
+    seen = recording.spans, recording.sightings, recording.checkpoints, recording.holds
+    return timeline, attribute(log, timeline, *seen)
 
 
 def label_of(recording: Recording, address: int) -> Label:
@@ -306,6 +307,29 @@ def test_a_workspace_from_before_is_inferred_from_its_size() -> None:
     recording = tape.finish()
     assert label_of(recording, workspace) == Label("workspace", "inferred")
     assert label_of(recording, held) == Label("inputs", "inferred", "x")
+
+
+def test_cublaslts_workspace_is_what_stays_beside_cublass_and_nobody_holds() -> None:
+    """PyTorch 2.11 on an H100: 32 MiB and 1 MiB at the first product with a bias, 32 MiB more for backward's thread."""
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        cublas, cublaslt = tape.device.alloc(32 * MIB), tape.device.alloc(MIB)
+        saved, gone = tape.device.alloc(MIB), tape.device.alloc(MIB)
+    held = Hold(0, tape.position, saved, KEPT_BY_GRAPH, "loss", "float32", (1 << 18,))
+    tape.device.free(gone)
+    tape.device.alloc(32 * MIB)
+    recording = tape.finish(holds=(held,))
+    assert label_of(recording, cublas) == label_of(recording, cublaslt) == Label("workspace", "inferred")
+    assert label_of(recording, saved).category == "activations"
+
+
+def test_more_of_its_size_than_of_cublass_are_tensors() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        tape.device.alloc(32 * MIB)
+        tensors = [tape.device.alloc(MIB) for _ in range(2)]
+    recording = tape.finish()
+    assert {label_of(recording, one).category for one in tensors} == {"activations"}
 
 
 @pytest.mark.parametrize(("kind", "count"), [("cuda", 5), ("virtual", 1)])

@@ -396,6 +396,22 @@ def test_a_growing_context_is_said() -> None:
     assert report.notes == ("The CUDA context grew by 64.0 MiB in conv(x), line 2.",)
 
 
+def test_a_context_that_grows_again_and_again_is_said_once() -> None:
+    tape = Tape()
+    tape.device.alloc(512)
+    for line, name in enumerate(("import it", "x = ones()", "y = x @ x", "y.sum()"), 1):
+        tape.row(name, line)
+    recording = tape.finish()
+    rows = []
+    for point, more in zip(recording.checkpoints, (0, 2, 158, 160), strict=True):
+        now = point.moment.counters[0]
+        grown = replace(now, context=CONTEXT + more * MIB, device_used=(now.device_used or 0) + more * MIB)
+        rows.append(replace(point, moment=replace(point.moment, counters={0: grown})))
+    report = build(replace(recording, checkpoints=tuple(rows)))
+    said = "The CUDA context grew by 160 MiB, most of it (156 MiB) in y = x @ x, line 3."
+    assert said in report.notes
+
+
 def test_repeating_iterations_are_said() -> None:
     tape = Tape()
     tape.row(kind="before")

@@ -7,7 +7,7 @@ death), "stack" (where the request came from), "inferred", or "unknown".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from gpumem_magic.attribution import sites
@@ -28,7 +28,7 @@ from gpumem_magic.recording.model import (
     Span,
 )
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
-from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, WORKSPACE
+from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, LT_WORKSPACE, WORKSPACE
 
 UNKNOWN = Label("unknown", "unknown")
 
@@ -69,6 +69,7 @@ def attribute(
     sizes = workspace_sizes(log.facts.kind, (one.requested for one in timeline.allocations if one.freed is None))
     in_graphs = ((one.address, one.position) for one in holds if one.device == device and one.keeper == KEPT_BY_GRAPH)
     saved = {one.index for one in tenants(timeline.allocations, in_graphs) if one is not None}
+    told.update(_of_cublaslt(timeline, held, saved, sizes))
     labels = [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
     # Of a forward that no module did, or that nobody saw, this is all that is known.
     return [
@@ -84,6 +85,19 @@ def workspace_sizes(kind: str, stays: Iterable[int]) -> frozenset[int]:
     """
     counts = Counter(stays)
     return frozenset(size for size in _WORKSPACE_SIZES if kind != "virtual" and 0 < counts[size] <= _MOST_WORKSPACES)
+
+
+def _of_cublaslt(
+    timeline: Timeline, held: Mapping[int, Roles], saved: Set[int], sizes: frozenset[int]
+) -> dict[int, Label]:
+    """What cuBLASLt keeps beside cuBLAS's own (PyTorch 2.9 to 2.11, for products with a bias). Tensors may be of its size, too:
+    it stays, no object of Python's and no graph holds it, and there is no more of it than of cuBLAS's."""
+    stays = [one for one in timeline.allocations if one.freed is None]
+    most = sum(one.requested in sizes for one in stays)
+    found = [
+        one.index for one in stays if one.requested == LT_WORKSPACE and one.index not in saved and one.index not in held
+    ]
+    return dict.fromkeys(found, Label("workspace", "inferred")) if len(found) <= most else {}
 
 
 def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, Label]:

@@ -147,10 +147,14 @@ def private_pools(scene: Scene) -> Iterator[Cause]:
 
 
 def another_process(scene: Scene) -> Iterator[Cause]:
-    """Somebody else holds a good part of the device."""
-    others = scene.report.peak.categories.get("other_processes")
-    capacity = scene.report.device.capacity
+    """Somebody else holds a third of the device, or less where it came to its end: the report has the figure in any case."""
+    report = scene.report
+    others, capacity = report.peak.categories.get("other_processes"), report.device.capacity
     if others is None or not capacity or others < max(_WORTH, capacity // 20):
+        return
+    came_to_its_end = failed_request(report) is not None or bool(report.retries)
+    nearly = (report.peak.device_used or 0) >= capacity - capacity // 10
+    if 3 * others < capacity and not came_to_its_end and not nearly:
         return
     yield Cause(
         "another_process",

@@ -133,11 +133,20 @@ def _retries(recording: Recording, device: int) -> list[str]:
 
 def _context_growth(recording: Recording, device: int) -> list[str]:
     """The context is measured at the device's first use; what comes later is said, since no category shows it apart."""
-    return [
-        f"The CUDA context grew by {human(now.context - before.context)} in {place_of(point)}."
+    grown = [
+        (now.context - before.context, place_of(point))
         for point, before, now in _steps(recording, device)
         if before.context and now.context is not None and now.context > before.context
     ]
+    if not grown:
+        return []
+    most, where = max(grown)
+    more = (
+        f" by {human(sum(size for size, _ in grown))}, most of it ({human(most)})"
+        if grown[1:]
+        else f" by {human(most)}"
+    )
+    return [f"The CUDA context grew{more} in {where}."]
 
 
 _ESTIMATES = (

@@ -9,6 +9,11 @@ import torch
 import gpumem_magic
 
 
+def keeps_a_history() -> bool:
+    """Where memory comes from cudaMallocAsync, PyTorch has none, and refuses the question."""
+    return torch.cuda.get_allocator_backend() == "native" and bool(torch._C._cuda_isHistoryEnabled())
+
+
 def main() -> None:
     in_use = torch.cuda.is_initialized()
     with gpumem_magic.measure(device="cuda") as measured:
@@ -24,7 +29,7 @@ def main() -> None:
         json.dumps(
             {
                 "in_use_before": in_use,
-                "history_after": bool(torch._C._cuda_isHistoryEnabled()),
+                "history_after": keeps_a_history(),
                 "notes": report.notes,
                 "peak": report.peak.peak_allocated,
                 "highest": torch.cuda.max_memory_allocated() if counted else None,

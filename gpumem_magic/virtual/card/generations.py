@@ -26,7 +26,7 @@ WORKSPACE = 8_519_680
 """Two buffers of 4096 KiB and eight of 16 KiB."""
 LARGE_WORKSPACE = 32 * MIB
 """On Hopper, and on Blackwell since 2.12."""
-_LT_WORKSPACE = 1 * MIB
+LT_WORKSPACE = 1 * MIB
 FIRST_USES_FROM = (2, 11)
 """The first PyTorch with CUDA 13, with which it was measured what libraries take from the driver (`models.FirstUses`)."""
 ADDRESSES_MAY_RISE_FROM = (2, 1)
@@ -125,7 +125,7 @@ def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, s
     lt_bytes = 0
     if not (unified and version >= (2, 8)):
         text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
-        lt_bytes = int(text) * KIB if text.isdecimal() else _LT_WORKSPACE
+        lt_bytes = int(text) * KIB if text.isdecimal() else LT_WORKSPACE
     persistent = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     alone = bool(lt_bytes) and version >= (2, 12)
     return BlasPolicy(cublas_bytes, persistent, lt_bytes, version >= (2, 9) and persistent, alone)
