@@ -42,7 +42,7 @@ class CompilerTables:
                 where = place(frame.filename, frame.lineno) if frame.lineno else ""
                 breaks[where, frame.line or "", _words(_head(one.reason))] += 1
         again: dict[tuple[str, str], list[str]] = {}
-        failed: Counter[tuple[str, str, str]] = Counter()
+        failed: Counter[tuple[str, ...]] = Counter()
         compiled = _metrics()
         functions = {_function(one): one for one in compiled if one.co_filename}
         for one in _since(self._compiled, compiled):
@@ -60,7 +60,7 @@ class CompilerTables:
             max(0, _graphs() - self._graphs),
             tuple(CompilerPlace(*key, count) for key, count in breaks.items()),
             tuple(CompilerPlace(*key, reasons[-1], len(reasons)) for key, reasons in again.items()),
-            tuple(CompilerPlace(*key, count) for key, count in failed.items()),
+            tuple(CompilerPlace(*key[:3], count, *key[3:]) for key, count in failed.items()),
         )
 
 
@@ -83,13 +83,13 @@ def _named(one: Any, place: Callable[[str, int], str]) -> tuple[str, str]:
     return place(one.co_filename, one.co_firstlineno or 0), one.co_name or ""
 
 
-def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, str, str]:
-    """Where, the line or the function's name, and why."""
+def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, ...]:
+    """Where, the line, why, and the function with its place. Without a line, the function stands for it."""
     file, line = one.fail_user_frame_filename, one.fail_user_frame_lineno
-    reason = _head(one.fail_reason or "")
+    reason, (where, name) = _head(one.fail_reason or ""), _named(one, place)
     if not (file and line):
-        return place(one.co_filename, one.co_firstlineno or 0), one.co_name or "", reason
-    return place(file, line), linecache.getline(file, line).strip(), reason
+        return where, name, reason
+    return place(file, line), linecache.getline(file, line).strip(), reason, name, where
 
 
 def _since(before: list[Any], now: list[Any]) -> list[Any]:

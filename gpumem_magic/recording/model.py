@@ -222,13 +222,16 @@ class KnownLabels:
 class CompilerPlace:
     """Where the compiler did something. place: ``14`` in the cell itself, ``trainer.py:210`` elsewhere, "" in PyTorch itself.
 
-    text: what stands there, or the function's name. reason: in the compiler's own words. count: how often.
+    text: what stands there, or the function's name. reason: in the compiler's own words. count: how often. function: the name of
+    the function that was given up for it, and where that begins (`around`).
     """
 
     place: str
     text: str
     reason: str
     count: int
+    function: str = field(default="", metadata={"only_with": "function"})
+    around: str = field(default="", metadata={"only_with": "function"})
 
 
 @dataclass(frozen=True)

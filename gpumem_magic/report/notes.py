@@ -92,18 +92,21 @@ def _compiled(done: CompiledCode, ended: bool) -> list[str]:
     ended: the compiler's own error ended the program, so that nothing ran eagerly in its place."""
     found = []
     if done.failed:
-        places = [f"{_named(one)} ({one.reason.rstrip('.')})" for one in done.failed]
+        places = [f"{_given_up(one)} ({one.reason.rstrip('.')})" for one in done.failed]
         found.append(
-            f"torch.compile could not compile the code around {_few(places)}."
-            + " What it does not compile runs eagerly, and nothing there is fused." * (not ended)
+            f"torch.compile could not compile {_few(places)}."
+            if ended
+            else f"torch.compile leaves to run eagerly: {_few(places)}."
+            + " Functions of your own that are called there are still compiled, each by itself."
+            * any(one.function for one in done.failed)
         )
     if done.breaks:
         places = [
             f"{_named(one) if one.place else 'places of its own'} ({one.reason.rstrip('.')})" for one in done.breaks
         ]
         found.append(
-            f"torch.compile's graphs break at {_few(places)}: nothing is fused across a break, and what passes it is written out "
-            "whole."
+            f"torch.compile's graphs break at {_few(places)}. Operators before and after a break are not fused, and every tensor "
+            "that is needed behind it lies in memory meanwhile."
         )
     if done.again:
         places = [f"{_named(one)} {counted(one.count, 'time')} ({one.reason})" for one in done.again]
@@ -112,8 +115,19 @@ def _compiled(done: CompiledCode, ended: bool) -> list[str]:
 
 
 def _named(one: CompilerPlace) -> str:
-    line = f"line {one.place}" if one.place.isdecimal() else one.place
+    line = _line(one.place)
     return f"{line}, `{one.text}`" if one.text else line or "a module of PyTorch's"
+
+
+def _given_up(one: CompilerPlace) -> str:
+    """The function, and the line that it was given up for."""
+    if not one.function:
+        return _named(one)
+    return f"`{one.function}` ({_line(one.around)}), because of {_named(one)}"
+
+
+def _line(place: str) -> str:
+    return f"line {place}" if place.isdecimal() else place
 
 
 def _few(places: Sequence[str]) -> str:
