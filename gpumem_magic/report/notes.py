@@ -101,9 +101,10 @@ def _compiled(done: CompiledCode, ended: bool) -> list[str]:
             * any(one.function for one in done.failed)
         )
     if done.breaks:
-        places = [
-            f"{_named(one) if one.place else 'places of its own'} ({one.reason.rstrip('.')})" for one in done.breaks
-        ]
+        reasons: dict[str, list[str]] = {}
+        for one in done.breaks:
+            reasons.setdefault(_named(one) if one.place else "places of its own", []).append(one.reason.rstrip("."))
+        places = [f"{where} ({'; '.join(whys)})" for where, whys in reasons.items()]
         found.append(
             f"torch.compile's graphs break at {_few(places)}. Operators before and after a break are not fused, and every tensor "
             "that is needed behind it lies in memory meanwhile."
