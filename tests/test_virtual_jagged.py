@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -17,6 +18,12 @@ TOKENS = sum(LENGTHS)
 @pytest.fixture(params=["A100,torch=2.13", "A100,torch=2.13,values=real"])
 def machine(request: pytest.FixtureRequest) -> Iterator[gpu.VirtualMachine]:
     yield gpu.turn_on(request.param)
+    gpu.turn_off()
+
+
+@pytest.fixture
+def shapes_only() -> Iterator[gpu.VirtualMachine]:
+    yield gpu.turn_on("A100")
     gpu.turn_off()
 
 
@@ -131,10 +138,40 @@ def test_it_moves_to_the_device_and_back(machine: gpu.VirtualMachine) -> None:
     assert there.to(torch.bfloat16).values().dtype == torch.bfloat16
 
 
-def test_compiled_code_with_them_runs_eagerly(machine: gpu.VirtualMachine) -> None:
-    project = torch.nn.Linear(64, 32).cuda()
-    out = torch.compile(lambda x: project(x).relu())(nested(rows()))
-    assert out.values().shape == (TOKENS, 32)
+def test_they_are_compiled(shapes_only: gpu.VirtualMachine) -> None:
+    """Each result of the graph is one block of all rows; what is in between is fused away."""
+    counted = importlib.import_module("torch._dynamo.utils").counters
+    counted.clear()
+
+    @torch.compile(fullgraph=True)
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp().cos()
+
+    with torch.no_grad():
+        x = nested(rows())
+        run(x)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = run(x)
+    assert out.shape == x.shape
+    assert torch.cuda.max_memory_allocated() - before == blocks(TOKENS * 64 * 4)
+    assert counted["stats"]["unique_graphs"] == 1
+    assert not [note for note in shapes_only.notes() if "torch.compile" in note]
+
+
+def test_their_attention_is_compiled(shapes_only: gpu.VirtualMachine) -> None:
+    project = torch.nn.Linear(64, 192).cuda()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, [2, 32]).transpose(1, 2) for part in project(x).chunk(3, -1))
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+
+    fast = torch.compile(attend)
+    for _ in range(2):
+        out = fast(nested(rows()))
+        out.values().sum().backward()
+    assert out.values().shape == (TOKENS, 64)
+    assert not [note for note in shapes_only.notes() if "torch.compile" in note]
 
 
 def test_the_strided_layout_is_refused_in_one_line(machine: gpu.VirtualMachine) -> None:

@@ -8,6 +8,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class CompilerTables:
                 where = place(frame.filename, frame.lineno) if frame.lineno else ""
                 breaks[where, frame.line or "", _words(_head(one.reason))] += 1
         again: dict[tuple[str, str], list[str]] = {}
-        failed: Counter[tuple[str, ...]] = Counter()
+        failed: Counter[CompilerPlace] = Counter()
         compiled = _metrics()
         functions = {_function(one): one for one in compiled if one.co_filename}
         for one in _since(self._compiled, compiled):
@@ -52,7 +53,7 @@ class CompilerTables:
             elif reason and not one.co_filename and _function(one) in functions:
                 # As often as Dynamo compiles one function: its limit ends before the function's name is noted.
                 where, name = _named(functions[_function(one)], place)
-                failed[where, name, _head(one.fail_reason or reason)] += 1
+                failed[CompilerPlace(where, name, _head(one.fail_reason or reason), 0)] += 1
             elif reason and one.co_filename and not any(word in reason for word in _OURS):
                 words = _head(reason.partition(": ")[2] or reason).partition(" # ")[0].strip()
                 again.setdefault(_named(one, place), []).append(words)
@@ -60,7 +61,7 @@ class CompilerTables:
             max(0, _graphs() - self._graphs),
             tuple(CompilerPlace(*key, count) for key, count in breaks.items()),
             tuple(CompilerPlace(*key, reasons[-1], len(reasons)) for key, reasons in again.items()),
-            tuple(CompilerPlace(*key[:3], count, *key[3:]) for key, count in failed.items()),
+            tuple(replace(one, count=count) for one, count in failed.items()),
         )
 
 
@@ -83,13 +84,13 @@ def _named(one: Any, place: Callable[[str, int], str]) -> tuple[str, str]:
     return place(one.co_filename, one.co_firstlineno or 0), one.co_name or ""
 
 
-def _failure(one: Any, place: Callable[[str, int], str]) -> tuple[str, ...]:
-    """Where, the line, why, and the function with its place. Without a line, the function stands for it."""
+def _failure(one: Any, place: Callable[[str, int], str]) -> CompilerPlace:
+    """The function that was given up and for which line, not counted yet. Without a line, the function stands for it."""
     file, line = one.fail_user_frame_filename, one.fail_user_frame_lineno
     reason, (where, name) = _head(one.fail_reason or ""), _named(one, place)
     if not (file and line):
-        return where, name, reason
-    return place(file, line), linecache.getline(file, line).strip(), reason, name, where
+        return CompilerPlace(where, name, reason, 0)
+    return CompilerPlace(place(file, line), linecache.getline(file, line).strip(), reason, 0, name, where)
 
 
 def _since(before: list[Any], now: list[Any]) -> list[Any]:

@@ -158,8 +158,8 @@ class Compared:
 
     def _after(self) -> Iterator[str]:
         yield (
-            f"Both ran on a virtual {self.eager.device}, each in a process of its own. Compiled was what the cell compiles itself, "
-            "or, where it compiles nothing, each model that it calls."
+            f"Both ran on a virtual {self.eager.device}, each in a process of its own. Compiled was what the cell compiles "
+            "itself, or, where it compiles nothing, each model that it calls."
         )
         yield from (note for note in self.compiled.notes if "torch.compile" in note)
 

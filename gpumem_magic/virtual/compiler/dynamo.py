@@ -11,7 +11,6 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators import jagged
 from gpumem_magic.virtual.operators.factories import Factories
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -24,19 +23,11 @@ _A_LOOP = "graph break in a for/while loop"
 def install(patches: Patches, factories: Factories) -> None:
     """Until the patches are undone, Dynamo takes graphs of programs on the device."""
     builder = importlib.import_module("torch._dynamo.variables.builder")
-    wrap_tensor = builder.VariableBuilder.wrap_tensor
     plain_subclass = builder.infer_subclass_type
 
     def infer_subclass_type(value: Any) -> Any:
         return None if type(value) is VirtualTensor else plain_subclass(value)
 
-    def wrap(self: Any, value: torch.Tensor) -> Any:
-        if jagged.is_ours(value):
-            unsupported = importlib.import_module("torch._dynamo.exc").Unsupported
-            raise unsupported("nested tensors on a virtual GPU are not compiled")
-        return wrap_tensor(self, value)
-
-    patches.set(builder.VariableBuilder, "wrap_tensor", wrap)
     patches.set(builder, "infer_subclass_type", infer_subclass_type)
     rules = importlib.import_module("torch._dynamo.trace_rules")
     # (What is looked at when it is on: the name's owner is another, or the frames of this package.)

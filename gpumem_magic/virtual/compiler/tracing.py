@@ -22,8 +22,8 @@ from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, cuda_for_meta,
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.torch_face.wrappers import PARAMETERS
 
-# Where `_make_wrapper_subclass` takes the device, and whether C++ asks for it each time.
-_DEVICE, _ASKED = map(PARAMETERS.index, ("device", "dispatch_device"))
+# Where `_make_wrapper_subclass` takes the device.
+_DEVICE = PARAMETERS.index("device")
 
 
 def install(patches: Patches) -> None:
@@ -56,11 +56,15 @@ def install(patches: Patches) -> None:
     make: Any = torch.Tensor._make_wrapper_subclass  # not always PyTorch's own: `torch_face.wrappers`
 
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside."""
-        if cls is FunctionalTensor and len(args) > _ASKED and is_ours(args[_DEVICE]):
-            listed = list(args)
-            listed[_DEVICE], listed[_ASKED] = torch.device("cuda", args[_DEVICE].index), True
-            return make(cls, *listed, **kwargs)
+        """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside. Classes of
+        the program's that wrap these are on the card."""
+        if is_ours(args[_DEVICE] if len(args) > _DEVICE else kwargs.get("device")):
+            given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
+            given["device"] = _card(given["device"])
+            if cls is FunctionalTensor:
+                given["dispatch_device"] = True
+            shapes = [given.pop(name) for name in PARAMETERS[:2] if name in given]
+            return make(cls, *shapes, **given)
         return make(cls, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
@@ -84,6 +88,7 @@ def install(patches: Patches) -> None:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     patches.set(proxies, "snapshot_fake", snapshot_fake)
+    _know_wrapped_ones(patches)
     settings = importlib.import_module("torch._functorch.config")
     if hasattr(settings, "check_custom_op_aliasing"):
         # A check that runs the first call of each graph under a mode of its own, which passes over virtual tensors: modes of
@@ -129,6 +134,36 @@ def install(patches: Patches) -> None:
     patches.set(tracer, "_init_modes_from_inputs", init_modes_from_inputs)
 
 
+def _know_wrapped_ones(patches: Patches) -> None:
+    """A tensor that wraps some on the device is the device's, also where others beside them are the host's: a jagged nested
+    tensor keeps the lengths of its shortest and longest row in the shapes of two empty ones."""
+    fakes = importlib.import_module("torch._subclasses.fake_tensor")
+    builder = importlib.import_module("torch._dynamo.variables.builder")
+    mode_of, is_one = fakes.maybe_get_fake_mode, fakes.is_fake
+
+    def maybe_get_fake_mode(value: object) -> FakeTensorMode | None:
+        inside = _inside(value)
+        mode: FakeTensorMode | None = mode_of(value if inside is None else inside)
+        return mode
+
+    def is_fake(value: object) -> bool:
+        return _inside(value) is not None or bool(is_one(value))
+
+    for module in (fakes, builder):
+        patches.set(module, "maybe_get_fake_mode", maybe_get_fake_mode)
+        patches.set(module, "is_fake", is_fake)
+
+
+def _inside(value: Any) -> VirtualTensor | None:
+    """A tensor on the device that another wraps."""
+    if not is_traceable_wrapper_subclass(value):
+        return None
+    inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
+    return next(
+        (one for part in inner if (one := part if isinstance(part, VirtualTensor) else _inside(part)) is not None), None
+    )
+
+
 def _others(inputs: Any) -> list[Any]:
     """What tells the trace's mode."""
     return [one for one in tree_leaves(inputs) if not _is_the_programs(one)]
@@ -136,9 +171,7 @@ def _others(inputs: Any) -> list[Any]:
 
 def _is_the_programs(value: Any) -> bool:
     """Whether it is a tensor of the device's: a fake one by its class, and none of a trace's. Or one that wraps such tensors."""
-    if is_traceable_wrapper_subclass(value):
-        return any(_is_the_programs(getattr(value, name)) for name in value.__tensor_flatten__()[0])
-    return isinstance(value, VirtualTensor)
+    return isinstance(value, VirtualTensor) or _inside(value) is not None
 
 
 def of_the_trace(inputs: Any) -> Any:

@@ -32,11 +32,6 @@ def install(patches: Patches, capability_of: Callable[[int], tuple[int, int]]) -
         patches.set(attention, name, _can_use(getattr(attention, name), kernel, capability_of))
 
 
-def is_ours(tensor: Any) -> bool:
-    """Whether it is a nested tensor on a virtual device."""
-    return tensor.layout is torch.jagged and isinstance(getattr(tensor, "_values", None), VirtualTensor)
-
-
 def moved(tensor: Any, index: int, args: Any, kwargs: Any) -> Any:
     """``tensor.to(device, ...)`` of one on the host: its values and offsets there, in rows as long as before.
 
@@ -81,7 +76,7 @@ def _can_use(
 ) -> Callable[..., bool]:
     @functools.wraps(original)
     def can_use(params: Any, debug: bool = False) -> bool:
-        if not is_ours(params.query):
+        if params.query.device.type != "cuda":
             return original(params, debug)
         capability = capability_of(params.query.device.index)
         given = (params.query, params.key, params.value, params.attn_mask, params.is_causal, params.enable_gqa)
