@@ -498,6 +498,21 @@ def test_compiled_autograd() -> None:
     assert "backward()" in one.text
 
 
+def test_a_compiled_backward_pass_runs_in_the_programs_own_thread() -> None:
+    """With the workspace of its handle; autograd's thread for the device has another."""
+
+    def workspaces() -> int:
+        blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+        return sum(block["state"] == "active_allocated" and block["size"] > 8 << 20 for block in blocks)
+
+    layer, x = nn.Linear(64, 256).cuda(), torch.rand(512, 64, device="cuda")
+    with importlib.import_module("torch._dynamo.config").patch(compiled_autograd=True):
+        torch.compile(lambda: layer(x).square().mean().backward(), backend="aot_eager")()
+    assert workspaces() == 1
+    layer(x).square().mean().backward()
+    assert workspaces() == 2
+
+
 def test_what_runs_in_a_backward_pass_may_trace() -> None:
     """As the compiler does there with a graph from its cache: proxies are no tensors, and are asked for their own ways."""
     traced = []

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.factories import Factories
 
@@ -71,6 +72,28 @@ def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
             raise
 
     patches.set(translator, "run", run_and_name)
+
+
+def run_compiled_backwards_as_forwards(patches: Patches) -> None:
+    """Until the patches are undone, a backward pass that compiled autograd made one graph of runs in the program's own thread, with
+    its handles and their workspaces: autograd's thread for the device takes no part (`Engine::execute` in
+    ``torch/csrc/autograd/engine.cpp``)."""
+    instance = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
+    capture = instance.end_capture
+
+    def end_capture(self: Any, *args: Any) -> Any:
+        run, compiled = capture(self, *args)
+
+        def outside_of_backward(*given: Any) -> Any:
+            before, STATE.backward = STATE.backward, 0
+            try:
+                return run(*given)
+            finally:
+                STATE.backward = before
+
+        return outside_of_backward, compiled
+
+    patches.set(instance, "end_capture", end_capture)
 
 
 def _forget() -> None:

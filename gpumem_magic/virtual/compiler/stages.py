@@ -89,6 +89,7 @@ class Compiler:
             return
         self._trace(patches)
         patches.attempt(dynamo.name_loops_that_break, self._otherwise)
+        patches.attempt(dynamo.run_compiled_backwards_as_forwards)
         patches.attempt(graph_trees.install, self._machine)
 
     def _trace(self, patches: Patches) -> None:
