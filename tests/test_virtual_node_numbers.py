@@ -78,6 +78,7 @@ def test_among_the_programs_nodes_it_lies_where_its_number_is() -> None:
         (first,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
         later = x.neg()
         (second,) = torch.autograd.grad((first * first).sum(), x, create_graph=True)
+        torch.autograd.grad((first + second + old + later).sum(), x, retain_graph=True)
         numbers = [one.grad_fn._sequence_nr() for one in (first, second, old, later)]
         assert numbers == sorted(numbers)
         assert numbers[1] < 1000 <= numbers[3]
@@ -93,6 +94,7 @@ def test_the_gradients_that_leaves_keep_have_them_too() -> None:
         product = (x * x).sum()
         with pytest.warns(UserWarning, match="create_graph=True"):
             product.backward(create_graph=True)
+        torch.autograd.grad(x.grad.sum() + product, x, retain_graph=True)
         assert x.grad.grad_fn._sequence_nr() < product.grad_fn._sequence_nr()
         x.grad = None
 
@@ -105,3 +107,29 @@ def test_a_pass_without_a_graph_changes_no_number() -> None:
     number = product.grad_fn._sequence_nr()
     product.backward(retain_graph=True)
     assert product.grad_fn._sequence_nr() == number
+
+
+def test_a_device_has_made_none_of_the_nodes_that_trying_it_makes() -> None:
+    # The program's first node and the first one of the device's thread have the number 0, as on a device.
+    def run() -> None:
+        gpu.turn_on("A100-80GB")
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        square = x * x
+        (gradient,) = torch.autograd.grad(square.sum(), x, create_graph=True)
+        (gradient + square).sum().backward(retain_graph=True)
+        numbers = [square.grad_fn._sequence_nr(), *(node._sequence_nr() for node, _ in gradient.grad_fn.next_functions)]
+        assert numbers[0] == 0
+        assert min(numbers[1:]) == 0
+
+    in_a_thread_of_its_own(run)
+
+
+def test_what_passes_of_torch_func_make_is_the_devices_too() -> None:
+    def run() -> None:
+        x = torch.ones(3, device="cuda", requires_grad=True)
+        old = [x.neg() for _ in range(1000)][-1]
+        gradient = torch.func.grad(lambda x: (x**3).sum())(x)
+        torch.autograd.grad((gradient + old).sum(), x, retain_graph=True)
+        assert gradient.grad_fn._sequence_nr() < old.grad_fn._sequence_nr()
+
+    in_a_thread_of_its_own(run)

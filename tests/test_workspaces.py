@@ -301,3 +301,31 @@ def test_a_handle_that_has_no_room_is_the_librarys_error() -> None:
     with pytest.raises(RuntimeError, match="CUDNN_STATUS_NOT_INITIALIZED"):
         nn.functional.conv2d(image, image[:, :, :3, :3])
     assert full.numel() == 54 * MIB
+
+
+def test_backward_runs_on_the_streams_of_the_forward() -> None:
+    """A thread and a stream have a workspace of their own: two for the forward and two for the backward."""
+    gpu.turn_on(KEEPS)
+    a, b = squares()
+    a.requires_grad_()
+    side = torch.cuda.Stream()
+    start = torch.cuda.memory_allocated()
+    loss = (a @ b).sum()
+    with torch.cuda.stream(side):
+        loss = loss + (a @ b).sum()
+    torch.cuda.memory._record_memory_history()
+    loss.backward()
+    # (What else is kept is smaller than one.)
+    assert (torch.cuda.memory_allocated() - start) // WORKSPACE == 4
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    workspaces = [event["stream"] for event in events if event["action"] == "alloc" and event["size"] == WORKSPACE]
+    assert sorted(workspaces) == [0, side.cuda_stream]
+    torch.cuda.memory._record_memory_history(None)
+
+
+def test_a_pass_of_torch_func_runs_in_the_devices_thread() -> None:
+    gpu.turn_on(KEEPS)
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    torch.func.grad(lambda a: (a @ b).sum())(a)
+    assert (torch.cuda.memory_allocated() - start) // WORKSPACE == 2

@@ -23,6 +23,7 @@ from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.uninterrupted import whole
 from gpumem_magic.virtual.card import catalog
+from gpumem_magic.virtual.engine import node_numbers
 from gpumem_magic.virtual.machine import VirtualMachine
 
 _turning = threading.Lock()
@@ -64,7 +65,9 @@ def turn_on(text: str) -> VirtualMachine:
         machine = VirtualMachine(spec, settings)
         machines.put_in_front(machine)
         try:
-            machine.install()
+            node_numbers.begin()
+            with node_numbers.none_of_the_programs():
+                machine.install()
         except BaseException:
             _remove(machine, "the virtual GPU could not be turned on")
             raise

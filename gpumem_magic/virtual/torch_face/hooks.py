@@ -19,7 +19,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
 from gpumem_magic.virtual.engine.modes import STATE, pushed
-from gpumem_magic.virtual.engine.node_numbers import count_pass
+from gpumem_magic.virtual.engine.node_numbers import count_pass, number_as_on_a_device
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
@@ -38,9 +38,11 @@ def _backward(patches: Patches, engine: Engine) -> None:
     def run(t_outputs: Any, *args: Any, **kwargs: Any) -> Any:
         if _is_traced(t_outputs) or _stays_on_host(t_outputs):
             return original(t_outputs, *args, **kwargs)
-        first = next((output for output in t_outputs if isinstance(output, VirtualTensor)), None)
+        first = next((output for output in map(_unwrapped, t_outputs) if isinstance(output, VirtualTensor)), None)
         if first is not None:
             STATE.last_device = first.fake_device.index
+        if not STATE.backward:
+            number_as_on_a_device(t_outputs)
         numbered = _get_sequence_nr()
         STATE.backward += 1
         try:
@@ -50,7 +52,7 @@ def _backward(patches: Patches, engine: Engine) -> None:
         finally:
             STATE.backward -= 1
         if not STATE.backward:
-            count_pass(numbered, t_outputs, args, found)
+            count_pass(numbered, with_graph=args[2])
         return found
 
     patches.set(torch.autograd.graph, "_engine_run_backward", run)
@@ -73,7 +75,7 @@ def _stays_on_host(outputs: Any) -> bool:
     """Whether a backward pass from these tensors meets host tensors only: it need not be watched, and watching is slow."""
     nodes = []
     for output in outputs:
-        if isinstance(output, VirtualTensor) or type(output) not in (torch.Tensor, torch.nn.Parameter):
+        if isinstance(_unwrapped(output), VirtualTensor) or type(output) not in (torch.Tensor, torch.nn.Parameter):
             return False
         nodes.append(output.grad_fn)
     seen = set()

@@ -1,14 +1,25 @@
-"""Streams, events, generators and device contexts of the virtual GPU: they keep their places, and do nothing."""
+"""Streams, events, generators and device contexts of the virtual GPU: they keep their places, and do nothing.
+
+In a backward pass a node runs on the stream on which it was made (torch/csrc/autograd/engine.cpp, `opt_parent_stream`), unless
+its hooks enter another. Nodes are numbered in their order, so that it is enough to note at which number streams change.
+"""
 
 from __future__ import annotations
 
 import itertools
 import threading
 import time
+from bisect import bisect_right
 from typing import Any
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 
+from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.node_numbers import number_of
+
+# So many changes of streams are remembered for each device: graphs are not older.
+_MOST = 10_000
 _stream_ids = itertools.count(1)
 
 
@@ -16,9 +27,36 @@ class StreamState(threading.local):
     """Each thread's current device and current streams, as in CUDA."""
 
     device = 0
+    within_pass = 0
+    """How many streams the hooks of a backward pass have entered and not left."""
 
     def __init__(self) -> None:
         self.streams: dict[int, Stream] = {}
+        self.changes: dict[int, tuple[list[int], list[Stream | None]]] = {}
+        """For each device with other streams than its first: from which node on (by number) which was the current one."""
+
+    def change(self, device: int, stream: Stream) -> None:
+        before = self.streams.get(device)
+        self.streams[device] = stream
+        if STATE.backward:
+            return
+        numbers, streams = self.changes.setdefault(device, ([-1], [before]))
+        number = _get_sequence_nr()
+        if numbers[-1] == number:
+            streams[-1] = stream
+            return
+        numbers.append(number)
+        streams.append(stream)
+        del numbers[:-_MOST], streams[:-_MOST]
+
+    def stream(self, device: int) -> Stream | None:
+        """The current one; None stands for the device's first."""
+        if STATE.backward and not self.within_pass and device in self.changes:
+            node = torch._C._current_autograd_node()
+            if node is not None:
+                numbers, streams = self.changes[device]
+                return streams[max(0, bisect_right(numbers, number_of(node)) - 1)]
+        return self.streams.get(device)
 
 
 CURRENT = StreamState()
@@ -78,11 +116,13 @@ class Stream:
 
     def __enter__(self) -> Stream:
         self._outer.append(current_stream(self.device))
-        CURRENT.streams[self.device_index] = self
+        CURRENT.change(self.device_index, self)
+        CURRENT.within_pass += STATE.backward > 0
         return self
 
     def __exit__(self, *error: object) -> None:
-        CURRENT.streams[self.device_index] = self._outer.pop()
+        CURRENT.change(self.device_index, self._outer.pop())
+        CURRENT.within_pass -= STATE.backward > 0
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Stream) and (self.cuda_stream, self.device) == (other.cuda_stream, other.device)
@@ -181,7 +221,7 @@ class StreamContext:
 
 def current_stream(device: Any = None) -> Stream:
     index = device_index(device)
-    stream = CURRENT.streams.get(index)
+    stream = CURRENT.stream(index)
     return Stream(index, _id=0) if stream is None else stream
 
 
@@ -192,7 +232,7 @@ def default_stream(device: Any = None) -> Stream:
 def set_stream(stream: Stream | None) -> None:
     if stream is not None:
         CURRENT.device = stream.device_index
-        CURRENT.streams[stream.device_index] = stream
+        CURRENT.change(stream.device_index, stream)
 
 
 class DeviceContext:

@@ -49,6 +49,7 @@ class CudaFace:
     def install(self, patches: Patches) -> None:
         CURRENT.device = 0
         CURRENT.streams.clear()
+        CURRENT.changes.clear()
         for name, method in inspect.getmembers(self, inspect.ismethod):
             if name not in ("install", "stream_of") and not name.startswith("__"):
                 _replace(patches, (torch.cuda, torch.cuda.random), name, method)
@@ -159,7 +160,7 @@ class CudaFace:
 
     def stream_of(self, device: int) -> int:
         """The handle of this thread's current stream on a device; 0 is the default stream."""
-        stream = CURRENT.streams.get(device)
+        stream = CURRENT.stream(device)
         return 0 if stream is None else int(stream.cuda_stream)
 
     # ---- what kind of device
