@@ -6,7 +6,7 @@ from typing import Any
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.memory import DeviceMemory
-from gpumem_magic.devices.base import Counters, DeviceFacts, DeviceLog, Label
+from gpumem_magic.devices.base import CompiledResults, Counters, DeviceFacts, DeviceLog, Label
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.recording.model import Checkpoint, Moment, Recording, Sighting, Span
 from gpumem_magic.units import GIB, MIB
@@ -102,8 +102,8 @@ class FakeMachine:
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.places.get(id(tensor))
 
-    def compiled_results(self) -> dict[tuple[int, int], int]:
-        return {}
+    def compiled_results(self) -> CompiledResults:
+        return CompiledResults()
 
     def put(self, tensor: Any, device: int = 0, origin: str | None = None) -> int:
         """Gives a tensor of the host an allocation of its size."""

@@ -154,6 +154,21 @@ def test_what_compiled_code_keeps_is_its_modules() -> None:
         gpu.turn_off()
 
 
+def test_modules_that_only_a_compiled_function_calls_are_named_as_it_names_them() -> None:
+    """No hook sees them: their forward is a part of the function's graph."""
+    gpu.turn_on("A100-40GB")
+    try:
+        block = torch.nn.Sequential(torch.nn.Linear(512, 512, bias=False), torch.nn.GELU()).cuda()
+        fast = torch.compile(lambda x: block(x).sum())
+        with gpumem_magic.measure() as measured:
+            fast(torch.rand(4096, 512, device="cuda")).backward()
+        (top,) = (one for one in measured.report.layers().children if one.name != "outside modules")
+        assert (top.name, top.parameters) == ("block", MIB)
+        assert [inner.activations for inner in top.children][:1] == [8 * MIB]
+    finally:
+        gpu.turn_off()
+
+
 def test_what_compiled_code_made_is_told_as_such() -> None:
     """Its line is the function's first, which makes no tensor by itself."""
     cell = """

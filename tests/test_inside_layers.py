@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.inside import CONTRACTIONS, ELEMENTWISE, NORMALISATIONS, OTHERS, class_of
+from gpumem_magic.devices.base import CompiledResults
 from gpumem_magic.recording.failing_place import failing_place
 from gpumem_magic.recording.model import Recording
 from gpumem_magic.recording.modules import MOST_SWITCHES, ModuleTrace, ModuleWatch
@@ -276,7 +277,7 @@ def test_classes_of_operators(operation: str, expected: str) -> None:
 
 def test_a_program_without_backward_is_followed_for_a_while_only() -> None:
     position = iter(range(10 * MOST_SWITCHES))
-    watch = ModuleWatch(lambda: {0: next(position)}, lambda tensor: None, dict)
+    watch = ModuleWatch(lambda: {0: next(position)}, lambda tensor: None, CompiledResults)
     module = torch.nn.Linear(1, 1)
     for _ in range(MOST_SWITCHES):
         watch.begins(module, 1, lambda: "model")

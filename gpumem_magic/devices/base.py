@@ -197,6 +197,14 @@ class Device(Protocol):
         """Who has memory on the device; None where the driver does not say."""
 
 
+class CompiledResults(NamedTuple):
+    """modules: (device index, address) -> the `id` of the module whose result it is. roots: the outermost of these modules that a
+    compiled function found by a name, under that name."""
+
+    modules: Mapping[tuple[int, int], int] = {}
+    roots: Mapping[str, Any] = {}
+
+
 class Machine(Protocol):
     """All devices of one kind that the process sees: the GPUs of this computer, or the virtual ones that are on."""
 
@@ -212,9 +220,8 @@ class Machine(Protocol):
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address of the allocation that holds the tensor's storage), or None for a tensor elsewhere."""
 
-    def compiled_results(self) -> Mapping[tuple[int, int], int]:
-        """(device index, address) of what compiled code made, as far as it lives -> the `id` of the module whose result it is;
-        empty on a real device, whose compiled code does not say."""
+    def compiled_results(self) -> CompiledResults:
+        """What compiled code made, as far as it lives. Empty on a real device, whose compiled code does not say."""
 
     def settle(self) -> None:
         """Does the frees that wait (a virtual machine frees late), so that counters and logs are those of now."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_magic.devices import torch_memory
-from gpumem_magic.devices.base import Counters, Device, DeviceFacts, DeviceLog, GpuProcess, Label, Log
+from gpumem_magic.devices.base import CompiledResults, Counters, Device, DeviceFacts, DeviceLog, GpuProcess, Label, Log
 from gpumem_magic.devices.driver import Driver, DriverDevice
 from gpumem_magic.devices.history import RING, AllocatorHistory, OpenLog
 from gpumem_magic.devices.outside import OutsideMemory, Shares
@@ -319,8 +319,8 @@ class CudaMachine:
         """The number of the current device; 0 while CUDA is not in use, as asking would change that."""
         return int(self._torch.cuda.current_device()) if torch_memory.in_use(self._torch) else 0
 
-    def compiled_results(self) -> Mapping[tuple[int, int], int]:
-        return {}
+    def compiled_results(self) -> CompiledResults:
+        return CompiledResults()
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from gpumem_magic.devices.base import CompiledResults
 from gpumem_magic.looks.objects import name_of_class
 from gpumem_magic.looks.tensors import (
     BUFFERS,
@@ -35,15 +36,15 @@ class ModuleWatch:
     """Told of every module's forward, in the thread of the first one; others are left out.
 
     positions: where each device's log stands now, asked for each module; None where that costs too much.
-    locate: where a tensor's memory lies, None for one on the host. compiled: where results of compiled code lie, and the `id` of
-    the module whose they are.
+    locate: where a tensor's memory lies, None for one on the host. compiled: where results of compiled code lie, and whose they
+    are.
     """
 
     def __init__(
         self,
         positions: Callable[[], Mapping[int, int]] | None,
         locate: Callable[[torch.Tensor], Place | None],
-        compiled: Callable[[], Mapping[Place, int]],
+        compiled: Callable[[], CompiledResults],
     ) -> None:
         self._positions = positions
         self._locate = locate
@@ -87,9 +88,13 @@ class ModuleWatch:
             self.running = False
             self._stack.clear()
             self._write()
-            self._results = {
-                place: self._modules[one] for place, one in self._compiled().items() if one in self._modules
-            }
+            results, roots = self._compiled()
+            # (Modules whose forward ran inside a compiled function called no hook.)
+            unnamed = set(results.values()) - self._modules.keys()
+            for name, root in roots.items():
+                if unnamed and not unnamed.isdisjoint(id(module) for _, module in modules_in(root)):
+                    self._enter(root, name)
+            self._results = {place: self._modules[one] for place, one in results.items() if one in self._modules}
             self._paths.clear()
             self._modules.clear()
             self._root = None

@@ -33,7 +33,7 @@ import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register t
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings, changed, settings_from_environment
-from gpumem_magic.devices.base import Birth, Device, DeviceError, Label
+from gpumem_magic.devices.base import Birth, CompiledResults, Device, DeviceError, Label
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
@@ -140,10 +140,13 @@ class VirtualMachine:
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.engine.locate(tensor)
 
-    def compiled_results(self) -> Mapping[tuple[int, int], int]:
+    def compiled_results(self) -> CompiledResults:
         self.settle()
         with self.engine.lock:
-            return self.engine.table.by_module()
+            roots = {
+                name: module for name, known in self.engine.compiled_roots.items() if (module := known()) is not None
+            }
+            return CompiledResults(self.engine.table.by_module(), roots)
 
     @property
     def reads(self) -> Reads:

@@ -75,8 +75,8 @@ def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
 
 
 def run_compiled_backwards_as_forwards(patches: Patches) -> None:
-    """Until the patches are undone, a backward pass that compiled autograd made one graph of runs in the program's own thread, with
-    its handles and their workspaces: autograd's thread for the device takes no part (`Engine::execute` in
+    """Until the patches are undone, a backward pass that compiled autograd made one graph of runs in the program's own thread,
+    with its handles and their workspaces: autograd's thread for the device takes no part (`Engine::execute` in
     ``torch/csrc/autograd/engine.cpp``)."""
     instance = importlib.import_module("torch._dynamo.compiled_autograd").AutogradCompilerInstance
     capture = instance.end_capture

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
 
-from gpumem_magic.looks.objects import locals_of
+from gpumem_magic.looks.objects import locals_of, name_of_class
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -71,7 +72,7 @@ class Whose:
 
         def called(inputs: Any) -> Any:
             results = call(inputs)
-            now = _followed(at_first, sys._getframe(1)) if at_first else at_first
+            now = self._followed(at_first, sys._getframe(1)) if at_first else at_first
             for result, (module, path) in zip(results, modules, strict=False):
                 if module and isinstance(result, VirtualTensor):
                     self._engine.made_by(result, module if path is None else now[path])
@@ -79,25 +80,29 @@ class Whose:
 
         return called
 
+    def _followed(self, at_first: dict[_Path, int], frame: FrameType | None) -> dict[_Path, int]:
+        """The modules that have these paths now: in the innermost frame around that has them all."""
+        for _ in range(_MOST_FRAMES):
+            if frame is None:
+                break
+            variables = locals_of(frame)
+            found = {path: _at(path, variables if path[0] == "L" else frame.f_globals) for path in at_first}
+            if None not in found.values():
+                for kind, name in {path[:2] for path in at_first}:
+                    if isinstance(root := (variables if kind == "L" else frame.f_globals)[name], torch.nn.Module):
+                        self._engine.compiled_roots[name_of_class(type(root)) if name == "self" else name] = (
+                            weakref.ref(root)
+                        )
+                return {path: id(module) for path, module in found.items()}
+            frame = frame.f_back
+        return at_first
+
 
 def _stack(node: Any) -> Iterator[tuple[str, str]]:
     """The modules that a node is of, outermost first: `id` and path."""
     if isinstance(node, torch.fx.Node) and node.op != "placeholder":
         for name, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
             yield str(name).partition("@")[0], path
-
-
-def _followed(at_first: dict[_Path, int], frame: FrameType | None) -> dict[_Path, int]:
-    """The modules that have these paths now: in the innermost frame around that has them all."""
-    for _ in range(_MOST_FRAMES):
-        if frame is None:
-            break
-        variables = locals_of(frame)
-        found = {path: _at(path, variables if path[0] == "L" else frame.f_globals) for path in at_first}
-        if None not in found.values():
-            return {path: id(module) for path, module in found.items()}
-        frame = frame.f_back
-    return at_first
 
 
 def _at(path: _Path, variables: Mapping[str, Any]) -> torch.nn.Module | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -159,6 +160,8 @@ class Engine:
         self.alike = AlikeCalls(self.fake)
         self.mode = OperatorMode(self.handle, VirtualTensor)
         self.table = StorageTable(memory.malloc, memory.free)
+        # The outermost modules that compiled code found by a name, under that name.
+        self.compiled_roots: dict[str, weakref.ref[torch.nn.Module]] = {}
         self.births = Births()
         # The operator that runs while a log does; those that it is made of come inside it.
         self._under_way: Call | None = None
