@@ -147,6 +147,8 @@ def shaped(*shape: int, dtype: torch.dtype = torch.float16, grad: bool = False) 
         ("T4", torch.float32, 64, False, attention.EFFICIENT),
         ("A100-40GB", torch.float64, 64, False, attention.MATH),
         ("A100-40GB", torch.float32, 63, False, attention.MATH),
+        ("H100", torch.bfloat16, 64, True, attention.CUDNN),
+        ("H100", torch.float16, 65, False, attention.FLASH),
     ],
 )
 def test_attention_takes_the_kernel_of_the_generation(
@@ -155,9 +157,9 @@ def test_attention_takes_the_kernel_of_the_generation(
     machine = gpu.turn_on(device)
     query = shaped(2, 4, 128, head, dtype=dtype)
     given_mask: Any = torch.zeros(2, 1, 128, 128, dtype=dtype, device="cuda") if mask else None
-    capability = machine.devices[0].model.capability
-    fits = attention.fitting(capability, query, query, query, given_mask, False, False)
-    assert attention.first_of(fits) == kernel
+    which = attention.Chooser(machine.devices[0].model.capability, (2, 13))
+    fits = attention.fitting(which, query, query, query, given_mask, False, False)
+    assert attention.first_of(fits, which) == kernel
 
 
 def test_only_the_math_kernel_writes_the_scores() -> None:

@@ -26,15 +26,13 @@ from typing import Any
 import samples
 import torch
 
-# Seconds that a child may take for one case.
-PATIENCE = 60
+# Seconds that a child may take for one case, the imports before the first one with it.
+PATIENCE = 120
 
 
 def main(out: str) -> None:
     asked = json.load(sys.stdin)
     warnings.simplefilter("ignore")
-    if "samples" in asked:
-        database = samples.database(asked["of"])
     if asked["virtual"]:
         from gpumem_magic.virtual import gpu
 
@@ -50,8 +48,8 @@ def main(out: str) -> None:
         sys.exit(nothing)
     first, step = asked.get("part", (0, 1))
     if "samples" in asked:
-        every = sampled(asked["of"], database, pickle.loads(Path(asked["samples"]).read_bytes()))[first::step]
-        found = until_all_are_done(lambda first: run_samples(begin, every[first:]), len(every))
+        every = by_name(pickle.loads(Path(asked["samples"]).read_bytes()))[first::step]
+        found = until_all_are_done(lambda first: run_samples(begin, asked["of"], every[first:]), len(every))
     else:
         every = [(name, code) for name, *code in asked["cases"]][first::step]
         found = until_all_are_done(lambda first: run(begin, [code for _, code in every[first:]]), len(every))
@@ -65,14 +63,14 @@ def main(out: str) -> None:
             os.write(file, f"{json.dumps([one, events])}\n".encode())
 
 
-def sampled(of: str, database: dict[str, Any], groups: list[samples.Group]) -> list[tuple[str, Any]]:
-    """All samples by name, of what is known here."""
-    return [
-        (f"{name} {dtype} {number}", (of, entry, name, dtype, *sample))
+def by_name(groups: list[samples.Group]) -> list[tuple[str, Any]]:
+    """All samples, the first of each group before the second of any."""
+    every = [
+        (number, f"{name} {dtype} {number}", (name, dtype, *sample))
         for name, dtype, drawn in groups
-        if (entry := database.get(name) or database.get(name.rpartition(".")[0]))
         for number, sample in enumerate(drawn)
     ]
+    return [(name, sample) for _, name, sample in sorted(every, key=lambda one: one[0])]
 
 
 def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> Iterator[Any]:
@@ -84,14 +82,21 @@ def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> Iter
             yield answer
 
 
-def run_samples(begin: Callable[[], object], every: list[tuple[str, Any]]) -> Iterator[Any]:
+def run_samples(begin: Callable[[], object], of: str, every: list[tuple[str, Any]]) -> Iterator[Any]:
+    """Nothing of what is not known here. (PyTorch's tests are imported in the child: they look for devices.)"""
+    database = samples.database(of)
     begin()
+    gc.freeze()
     first_products()
-    for _, sample in every:
+    for _, (name, *sample) in every:
         answer: dict[str, Any] = {}
         way = "first"
+        entry = database.get(name) or database.get(name.rpartition(".")[0])
+        if entry is None:
+            yield answer
+            continue
         try:
-            steps = samples.ways(*sample)
+            steps = samples.ways(of, entry, name, *sample)
             way, work = next(steps)
             while True:
                 answer[way], result = recorded(work)
@@ -154,6 +159,7 @@ def said(error: Exception) -> str:
 
 def run(begin: Callable[[], object], cases: list[Any]) -> Iterator[Any]:
     begin()
+    gc.freeze()
     alone = is_fresh(cases[0])
     if not alone:
         first_products()
@@ -205,8 +211,10 @@ def usable() -> bool:
 
 
 def first_products() -> None:
-    """cuBLAS's workspaces come with the first product of a thread, and stay."""
+    """The workspaces of cuBLAS and cuBLASLt come with the first product of a thread, and stay: here and in backward's."""
     one = torch.zeros(8, 8, device="cuda", requires_grad=True)
+    torch.addmm(one[0], one, one)
+    one.register_hook(lambda gradient: torch.addmm(gradient[0], gradient, gradient))
     torch.mm(one, one).sum().backward()
 
 

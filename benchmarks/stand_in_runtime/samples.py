@@ -34,7 +34,7 @@ Ways = Generator[tuple[str, Callable[[], Any]], Any, None]
 
 
 def database(of: str) -> dict[str, Any]:
-    """PyTorch's list of operators, modules or optimizers, by name. Importing it doesn't begin CUDA: each case's process does."""
+    """PyTorch's list of operators, modules or optimizers, by name, as where there is no GPU."""
     asked = torch.cuda.is_available
     torch.cuda.is_available = lambda: False
     try:

@@ -15,6 +15,7 @@ import gpumem_magic.virtual.operators.attention_gradients
 import gpumem_magic.virtual.operators.compressed
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
+import gpumem_magic.virtual.operators.cudnn_attention
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fourier
@@ -341,7 +342,7 @@ class VirtualMachine:
             versions = [self.torch_version(gpu.index) for gpu in self._devices]
             attempt(self._autocast.install, versions)
             attempt(self.attention.install)
-            attempt(jagged.install, self.capability)
+            attempt(jagged.install, self.attention.gpu)
             attempt(composites.install)
             attempt(known_zeros.install)
             attempt(kept_inputs.install, versions)

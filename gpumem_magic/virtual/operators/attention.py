@@ -2,8 +2,8 @@
 
 C++ sees meta tensors and would always take the math path, which writes the whole score matrix. The rules are those of PyTorch's
 `sdp_utils`: by data type, head size, mask, and the device's generation, in the order flash, memory-efficient,
-math, cuDNN; the user's switches and order (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. Not
-modelled: PyTorch's taste for cuDNN on H100 with the newest of its versions, which keeps what flash keeps.
+math, cuDNN, and on an H100 or B200 with newer versions cuDNN first (`Chooser.prefers_cudnn`); the user's switches and order
+(`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. What cuDNN's kernels take is in `cudnn_attention`.
 
 Where the memory-efficient kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
 ATen/native/transformers/cuda; recordings with 2.1 and 2.9). From 2.14 on it stands on the device: that was not read in the
@@ -15,17 +15,19 @@ asks for.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
@@ -39,26 +41,52 @@ _CHOSEN_FROM = (2, 6)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
+_USUAL_ORDER = (1, 2, 0, 3)
+# What sets a variable (`c10::utils::check_env`).
+_SET = ("1", "ON", "YES", "TRUE", "true", "yes", "on")
+# Where cuDNN may come first; since when it is not taken with dropout, nor for so many samples. (The wheel of 2.13 leaves these to
+# flash, that of 2.11 does not; of 2.12 it is not known.)
+_CUDNN_FIRST_FROM, _CUDNN_FIRST_ON = (2, 9), ((9, 0), (10, 0), (10, 3))
+_NARROWER_FROM, _MOST_SAMPLES = (2, 13), 65535
 
 
-def first_of(fits: set[str]) -> str:
+class Chooser(NamedTuple):
+    """What decides on a kernel: the card, and the version of PyTorch."""
+
+    capability: tuple[int, int]
+    version: tuple[int, int]
+
+    @property
+    def prefers_cudnn(self) -> bool:
+        """Whether cuDNN is tried before flash (`check_prefer_cudnn_attention` in ``sdp_utils.cpp``): with 2.9 where it is 9.9 or
+        newer, with later ones where it is newer than 9.15.0, which the wheels have since 2.11."""
+        if self.capability not in _CUDNN_FIRST_ON or self.version < _CUDNN_FIRST_FROM:
+            return False
+        its = wheels(self.version)
+        enough = its is None or its.cudnn > (90900 - 1 if self.version < (2, 10) else 91500)
+        return enough and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED", "") not in _SET
+
+
+def first_of(fits: set[str], gpu: Chooser) -> str:
     """Which of the kernels that are `fitting` CUDA takes. Raises CUDA's RuntimeError where none is allowed."""
-    for kernel in _order():
+    for kernel in _order(gpu):
         if kernel in fits:
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
 def fitting(
-    capability: tuple[int, int],
+    gpu: Chooser,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     is_causal: bool,
     enable_gqa: bool,
+    dropout: float = 0.0,
 ) -> set[str]:
     """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn"."""
+    capability = gpu.capability
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
     not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
@@ -78,20 +106,31 @@ def fitting(
             if query.dtype in kinds and aligned:
                 fits.add(EFFICIENT)
         if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
-            most = 256 if capability >= (9, 0) else 128
-            sized = (
-                query.shape[-1] % 8 == 0 and value.shape[-1] % 8 == 0 and max(query.shape[-1], value.shape[-1]) <= most
-            )
+            sizes = (query.shape[-1], value.shape[-1])
+            # (The heads of DeepSeek's models are let pass on Blackwell.)
+            most = 192 if capability[0] == 10 and sizes == (192, 128) else 256 if capability == (9, 0) else 128
+            sized = all(size % 8 == 0 and size <= most for size in sizes)
+            several = key.shape[2] != 1 and (query.shape[2] != 1 or not dropout)
+            if gpu.version >= _NARROWER_FROM:
+                several = several and not dropout and query.shape[0] <= _MOST_SAMPLES
             learned_mask = mask is not None and mask.requires_grad
-            if capability >= (8, 0) and query.dtype in HALF and sized and not learned_mask:
+            settled = (
+                torch.are_deterministic_algorithms_enabled()
+                and not torch.is_deterministic_algorithms_warn_only_enabled()
+            )
+            if capability >= (8, 0) and query.dtype in HALF and sized and several and not learned_mask and not settled:
                 fits.add(CUDNN)
     return fits
 
 
-def _order() -> list[str]:
+def _order(gpu: Chooser) -> list[str]:
     """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`)."""
     ask = getattr(torch._C, "_get_sdp_priority_order", None)
-    return [_KERNELS[number] for number in (ask() if ask is not None else (1, 2, 0, 3)) if number in _KERNELS]
+    order = [number for number in (ask() if ask is not None else _USUAL_ORDER) if number in _KERNELS]
+    if gpu.prefers_cudnn and tuple(order) == _USUAL_ORDER:
+        # The program has none of its own.
+        order.sort(key=lambda number: _KERNELS[number] != CUDNN)
+    return [_KERNELS[number] for number in order]
 
 
 def _alignment(capability: tuple[int, int], dtype: torch.dtype) -> int:
@@ -111,6 +150,9 @@ class Attention:
     ) -> None:
         self._capability_of = capability_of
         self._version_of = version_of
+
+    def gpu(self, device: int) -> Chooser:
+        return Chooser(self._capability_of(device), self._version_of(device))
 
     def install(self, patches: Patches) -> None:
         patches.kernels("AutogradCUDA", [(_aten.scaled_dot_product_attention.default, self.attend)])
@@ -138,9 +180,10 @@ class Attention:
         """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
-        kernel = first_of(fitting(self._capability_of(device), query, key, value, attn_mask, is_causal, enable_gqa))
+        gpu = self.gpu(device)
+        kernel = first_of(fitting(gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p), gpu)
         if attn_mask is not None and attn_mask.dtype == torch.bool:
-            attn_mask = _additive(attn_mask, query.dtype, self._version_of(device))
+            attn_mask = _additive(attn_mask, query.dtype, gpu.version)
         if kernel == MATH:
             with _masked_in_place():
                 return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
@@ -166,9 +209,11 @@ class Attention:
             bias = attn_mask
             if bias is not None:
                 bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-            return _aten._scaled_dot_product_cudnn_attention.default(  # type: ignore[no-any-return]
-                query, key, value, bias, wanted, dropout_p, is_causal, False, scale=scale
-            )[0]
+            return _first_of(  # type: ignore[no-any-return]
+                _aten._scaled_dot_product_cudnn_attention.default(
+                    query, key, value, bias, wanted, dropout_p, is_causal, False, scale=scale
+                )
+            )
         # (Under one name: what it is made from goes first.)
         attn_mask = _efficient_mask(attn_mask, query, key)
         return _first_of(  # type: ignore[no-any-return]

@@ -73,9 +73,9 @@ def _attend(
     fits = width % 8 == 0 or version >= _ANY_WIDTH_FROM
     if query is key and key is value and fits and not need_weights and mask is None:
         split = query.view(batch, length, heads, width).transpose(1, 2)
-        capability = torch.cuda.get_device_capability(query.device)
-        kernel = attention.first_of(attention.fitting(capability, split, split, split, None, False, False))
-        if kernel in (attention.FLASH, attention.EFFICIENT):
+        gpu = attention.Chooser(torch.cuda.get_device_capability(query.device), version)
+        kernel = attention.first_of(attention.fitting(gpu, split, split, split, None, False, False), gpu)
+        if kernel in (attention.FLASH, attention.EFFICIENT, attention.CUDNN):
             parts = F.linear(query, qkv_weight, qkv_bias).view(batch, length, 3, heads, width)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind()
             context = F.scaled_dot_product_attention(queries, keys, values)

@@ -16,7 +16,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, fitting
+from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, Chooser, fitting
 
 _CAN_USE = {
     FLASH: "can_use_flash_attention",
@@ -25,11 +25,11 @@ _CAN_USE = {
 }
 
 
-def install(patches: Patches, capability_of: Callable[[int], tuple[int, int]]) -> None:
+def install(patches: Patches, gpu_of: Callable[[int], Chooser]) -> None:
     patches.set(VirtualTensor, "get_nested_int", _get_nested_int)
     attention = importlib.import_module("torch.nested._internal.sdpa")
     for kernel, name in _CAN_USE.items():
-        patches.set(attention, name, _can_use(getattr(attention, name), kernel, capability_of))
+        patches.set(attention, name, _can_use(getattr(attention, name), kernel, gpu_of))
 
 
 def moved(tensor: Any, index: int, args: Any, kwargs: Any) -> Any:
@@ -71,15 +71,12 @@ def _get_nested_int(self: VirtualTensor, *, coeff: int = 1) -> torch.SymInt:
     return found
 
 
-def _can_use(
-    original: Callable[..., bool], kernel: str, capability_of: Callable[[int], tuple[int, int]]
-) -> Callable[..., bool]:
+def _can_use(original: Callable[..., bool], kernel: str, gpu_of: Callable[[int], Chooser]) -> Callable[..., bool]:
     @functools.wraps(original)
     def can_use(params: Any, debug: bool = False) -> bool:
         if params.query.device.type != "cuda":
             return original(params, debug)
-        capability = capability_of(params.query.device.index)
         given = (params.query, params.key, params.value, params.attn_mask, params.is_causal, params.enable_gqa)
-        return kernel in fitting(capability, *given)
+        return kernel in fitting(gpu_of(params.query.device.index), *given)
 
     return can_use
