@@ -77,3 +77,21 @@ def test_the_recorded_sizes_are_those_of_the_recordings() -> None:
     for one in TOOL.recorded():
         found[one.recording].append(one.nbytes)
     assert [len(sizes) for sizes in found.values()] == [1, 6]
+
+
+@pytest.mark.parametrize("fitted", [True, False])
+def test_the_estimate_is_nearer_to_a_real_h100_than_nothing_is(fitted: bool) -> None:
+    """On networks that it was chosen by, and on others."""
+    guessed, nothing = TOOL.Tally(), TOOL.Tally()
+    products = TOOL.Tally()
+    for took in TOOL.on_an_h100():
+        if took.fitted == fitted:
+            guess = estimate(took.call, (9, 0), TOOL.ITS_VERSION, took.tf32)
+            guessed.add(took.nbytes, guess)
+            nothing.add(took.nbytes, 0)
+            if TOOL.is_plain_product(took.call, (9, 0), took.tf32):
+                products.add(took.nbytes, guess)
+    assert guessed.count == 288
+    assert guessed.alike > 0.7 * guessed.count > nothing.alike
+    assert guessed.off < 0.5 * nothing.off
+    assert products.alike > 0.7 * products.count > 20

@@ -136,10 +136,11 @@ def test_before_it_is_what_recordings_show(
 
 
 def test_kernels_of_one_point_that_are_no_plain_product() -> None:
-    """With the channels last and since 2.8 there are copies; without TF32 nothing was seen."""
+    """With the channels last or a stride there are copies; without TF32 nothing was seen."""
     fine, weight = 64 * 56 * 56 * 4, 64 * 256 * 4
     assert estimate(convolution("input", last=True, **ROOT), A100, OLD) == weight + 4 * fine
-    assert estimate(convolution("input", **ROOT), A100, TODAY) == 5 * fine + weight
+    strided = {**ROOT, "stride": (2, 2), "coarse": (1, 256, 28, 28)}
+    assert estimate(convolution("input", **strided), A100, TODAY) == 2 * fine + weight
     assert estimate(convolution(**ROOT), A100, OLD, tf32=False) == 0
     assert estimate(convolution(**ROOT), (7, 5), OLD) == 0
     assert estimate(convolution(groups=2, **{**ROOT, "weight": (256, 32, 1, 1)}), A100, OLD) == 0
@@ -229,19 +230,33 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
         # No sum is of fewer than 1,024 of the 2 x 56 x 56 results.
         (convolution("weight", **{**RESNET, "fine": (2, 64, 56, 56), "coarse": (2, 64, 56, 56)}), A100, True,
          FINE // 8 + 7 * NARROW),
-        (convolution("weight", **PRODUCT), A100, True, 5 * FINE + 40 * WIDE),
-        (convolution("weight", **PRODUCT), (9, 0), True, 5 * FINE),
+        # A plain product, of which the weight's gradient has one sum for each image.
+        (convolution("weight", **PRODUCT), A100, True, 32 * WIDE),
+        (convolution("weight", **PRODUCT), (9, 0), True, 32 * WIDE),
+        (convolution("input", **PRODUCT), (9, 0), True, 0),
+        # 64 images of 2 x 2: copies take less than a third of 64 sums. Of a single point there is nothing to add up.
+        (convolution("weight", fine=(64, 64, 2, 2), weight=(256, 64, 1, 1), coarse=(64, 256, 2, 2), padding=(0, 0)), A100,
+         True, 64 * 4 * (64 + 256)),
+        (convolution("weight", fine=(64, 64, 1, 1), weight=(256, 64, 1, 1), coarse=(64, 256, 1, 1), padding=(0, 0)), A100,
+         True, 0),
         (convolution(last=True, **RESNET), A100, True, FINE + NARROW),
         (convolution("input", last=True, **RESNET), (8, 6), True, FINE + NARROW),
         (convolution("weight", last=True, **RESNET), A100, True, 2 * FINE + 16 * NARROW),
         (convolution(last=True, **RESNET), (9, 0), True, 0),
         (convolution(**RESNET), (9, 0), True, 2 * FINE + NARROW),
+        # Twice as many results as were given, each of few summands, are not copied.
+        (convolution(**{**RESNET, "weight": (128, 64, 3, 3), "coarse": (32, 128, 56, 56)}), (9, 0), True,
+         FINE + 2 * NARROW),
         # Without TF32 Winograd is fused: 16 and 9 numbers for each pair of channels, and one for each result.
         (convolution(**RESNET), A100, False, 64 * 64 * 25 + 64),
         (convolution("input", **RESNET), (7, 5), True, 64 * 64 * 25 + 64),
         (convolution("weight", **RESNET), (7, 5), True, 0),
         (convolution(**RESNET), (9, 0), False, 0),
-        (convolution("weight", **RESNET), (9, 0), False, 0),
+        (convolution(last=True, **RESNET), (9, 0), False, 2 * FINE + NARROW),
+        (convolution("input", last=True, **PRODUCT), (9, 0), False, 5 * FINE),
+        (convolution("weight", last=True, **RESNET), (9, 0), False, 0),
+        (convolution("weight", **RESNET), (9, 0), False, 2 * FINE + NARROW),
+        (convolution("weight", fine=(2, 32, 8, 8), weight=(8, 32, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False, 0),
         (convolution("weight", fine=(2, 128, 8, 8), weight=(8, 128, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False,
          2 * 128 * 64 + 9 * 1024 + 2 * 8 * 64),
         (convolution(last=True, **RESNET), (7, 0), True, 2 * FINE + NARROW),
@@ -250,8 +265,9 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
         (convolution(**{**RESNET, "stride": (2, 2), "coarse": (32, 64, 28, 28)}), (7, 5), True, 0),
         # In the plain layout half precision is copied; a weight of one point has both layouts.
         (convolution(dtype=torch.half, **RESNET), A100, True, 2 * FINE + NARROW),
-        (convolution(dtype=torch.bfloat16, **PRODUCT), A100, True, 5 * FINE),
-        (convolution("weight", dtype=torch.half, **PRODUCT), (7, 5), False, 5 * FINE),
+        (convolution(dtype=torch.bfloat16, **{**PRODUCT, "stride": (2, 2)}), A100, True, 5 * FINE),
+        # The sums of a product are float32.
+        (convolution("weight", dtype=torch.half, **PRODUCT), (7, 5), False, 2 * 32 * WIDE),
         (convolution(dtype=torch.half, last=True, **RESNET), A100, True, 0),
         (convolution(dtype=torch.bfloat16, **RESNET), (7, 5), True, 0),
         # Three channels are padded to eight, but few summands are not worth the copies.

@@ -258,7 +258,7 @@ def test_each_threads_handle_takes_its_own_from_the_driver() -> None:
 
 
 def test_cudnn_begins_with_less_and_shares_what_comes_once() -> None:
-    """Likewise: 628.8 MiB after a convolution, 636.8 after an LSTM's training, 694.8 after a ResNet-18's inference."""
+    """Likewise: 628.8 MiB after a convolution or attention in half precision, 636.8 after training an LSTM or attention."""
     gpu.turn_on("H100,torch=2.11")
     image, kernel = torch.ones(1, 4, 32, 32, device="cuda"), torch.ones(4, 4, 3, 3, device="cuda")
     nn.functional.conv2d(image, kernel)
@@ -268,6 +268,13 @@ def test_cudnn_begins_with_less_and_shares_what_comes_once() -> None:
     gpu.turn_off()
     gpu.turn_on("H100,torch=2.11")
     nn.LSTM(64, 64, device="cuda")(torch.ones(4, 2, 64, device="cuda"))[0].sum().backward()
+    assert beside_and_reserved() == 619 + 2 * 8 + 2
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.11")
+    query = torch.ones(2, 4, 16, 64, device="cuda", dtype=torch.half, requires_grad=True)
+    out = nn.functional.scaled_dot_product_attention(query, query, query)
+    assert beside_and_reserved() == 619 + 8 + 2
+    out.sum().backward()
     assert beside_and_reserved() == 619 + 2 * 8 + 2
 
 

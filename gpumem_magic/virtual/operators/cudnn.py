@@ -1,13 +1,16 @@
 """cuDNN's scratch memory for convolutions: what cuDNN itself answers where it is installed (`cudnn_library`), else an estimate.
 
 The rules are a fit: what cuDNN 9.20 answers for the layers of eight networks on an A100, an RTX 3090, an H100 and a T4, in short,
-judged by those of six others and by 9.10 (`benchmarks/convolution_plans.py` asks again and says how they do). Tensor cores work
-with the channels last and, in TF32, with rounded values: hence the copies. What single kernels take for themselves is left out,
-and so are partial sums of a weight's gradient, but on an A100.
+judged by those of six others and by 9.10 (`benchmarks/convolution_plans.py` asks again and says how they do); on Hopper, what
+9.19 took on a real H100 for 58,000 calls, with every other network left to judge them. Tensor cores work with the channels last
+and, in TF32, with rounded values: hence the copies. What single kernels take for themselves is left out, and so are partial sums
+of a weight's gradient, but on an A100.
+
+On a card, kernels of one point without stride are plain products in the plain layout (`_product`). A library that is asked for a
+card that is not there knows no such way, so it is not asked for them.
 
 Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. What differs there:
 
-* Kernels of one point without stride are plain products (`_product_before`).
 * In half precision on tensor cores, and the plain layout, input, weight and result are copied as they are. The published peak of
   a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to the printed 0.01 GiB.
 
@@ -49,7 +52,7 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     estimated; else 0."""
     if call.groups != 1:
         return 0
-    product = _product_before(call, capability, version, tf32)
+    product = _product(call, capability, version, tf32)
     if product is not None:
         return product
     if call.dtype == torch.float32:
@@ -104,7 +107,10 @@ _LARGE_KERNEL = 25
 _FEW_SUMMANDS = 192
 _MANY_SUMMANDS = 3200
 _FEW_SUMMANDS_OF_A_WEIGHT = 64
-_MANY_VALUES_OF_A_WEIGHT = 640
+_MANY_VALUES_OF_A_WEIGHT = 384
+_WHOLE_SUMMANDS = 1152
+_LARGE_SUMS = 3
+_BYTES_OF_A_SUM = 4
 _BLOCK = 128
 _BLOCKS_AT_ONCE = 80
 _SUMMANDS_OF_A_BLOCK = 1024
@@ -136,7 +142,9 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
     if call.way == "forward":
         if summands < _FEW_SUMMANDS or max(given, made) < _CHANNELS_TOGETHER:
             return 0
-        whole = summands >= _MANY_SUMMANDS or capability >= (9, 0)
+        # On Hopper results are copied, too, unless they are more channels than were given, each of few summands.
+        hopper = capability >= (9, 0)
+        whole = summands >= (_WHOLE_SUMMANDS if hopper else _MANY_SUMMANDS) or (hopper and given >= made)
         return fine + weight + (coarse if whole and not call.last else 0)
     if call.way == "input":
         if call.last:
@@ -158,20 +166,33 @@ def _partial_sums(call: Convolution) -> int:
     return split if split > 1 else 0
 
 
-def _product_before(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int | None:
-    """What cuDNN 9.7 and older take for a kernel of one point on tensor cores, in the plain layout; None for other calls.
+def is_plain_product(call: Convolution, capability: tuple[int, int], tf32: bool) -> bool:
+    """Whether it is a kernel of one point on tensor cores, in the plain layout."""
+    on_tensor_cores = call.dtype == torch.float32 and _runs_in_tf32(capability, tf32)
+    on_tensor_cores |= _has_tensor_cores(call.dtype, capability)
+    return on_tensor_cores and call.groups == 1 and not call.last and _is_product(call)
+
+
+def _product(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int | None:
+    """What cuDNN takes for a plain product; None for other calls.
 
     As recordings show. In TF32 8.9 (2.1 to 2.3) holds 128 MiB on an A100 for 71 of 99 such calls of ResNet-50, and on an RTX 3090
     for large images, unless channels don't come in fours. 9.1 on an A10G takes nothing for 40 % of those that are no weight's
     gradient, and at most 3.1 MiB for the others. A weight's gradient is made beside its place, or of copies where it sums few
-    results. In half precision 9.1 takes nothing on an A100.
+    results. In half precision 9.1 takes nothing on an A100. With 9.19 on an H100 80 % take nothing, and a weight's gradient has
+    one sum for each image, in float32, unless copies take much less.
     """
-    if version >= _FIRST_THAT_ANSWERS or call.groups != 1 or call.last or not _is_product(call):
+    if not is_plain_product(call, capability, tf32):
         return None
-    if _has_tensor_cores(call.dtype, capability):
+    half = _has_tensor_cores(call.dtype, capability)
+    if version >= _FIRST_THAT_ANSWERS:
+        fine, _, coarse = _copies(call, 8 if half else _CHANNELS_TOGETHER)
+        if call.way != "weight" or prod(call.coarse[2:]) < _FEW_POINTS:
+            return 0
+        sums = call.coarse[0] * prod(call.weight) * _BYTES_OF_A_SUM
+        return fine + coarse if sums > _LARGE_SUMS * (fine + coarse) else sums
+    if half:
         return 0
-    if call.dtype != torch.float32 or not _runs_in_tf32(capability, tf32):
-        return None
     fine, weight, coarse = _copies(call, _CHANNELS_TOGETHER)
     if call.way == "weight" and call.coarse[0] * prod(call.coarse[2:]) < _FEW_SUMMANDS_OF_A_WEIGHT:
         return fine + coarse
@@ -185,8 +206,12 @@ def _product_before(call: Convolution, capability: tuple[int, int], version: Ver
 def _in_float32(call: Convolution, capability: tuple[int, int]) -> int:
     """Winograd, fused. Its kernels and others want the plain layout. On Hopper it is never chosen."""
     if capability >= (9, 0):
-        copied = call.way == "weight" and not call.last and call.fine[1] * prod(call.kernel) >= _MANY_VALUES_OF_A_WEIGHT
-        return sum(_copies(call, 4)) if copied else 0
+        many = call.fine[1] * prod(call.kernel) >= _MANY_VALUES_OF_A_WEIGHT
+        if (call.way == "weight" and (call.last or not many)) or (call.way != "weight" and not call.last):
+            return 0
+        fine, weight, coarse = _copies(call, 4)
+        # A weight of one point has both layouts.
+        return fine + coarse + weight * (prod(call.kernel) > 1)
     if call.last:
         copied = prod(call.kernel) > 1 and (call.way != "weight" or len(call.stride) > 2)
         return sum(_copies(call, 4)) if copied else 0
@@ -276,8 +301,8 @@ class Scratch:
         if is_rocm(text):
             return _PlanSizes(iter(()), "workspace")
         version = parse_version(text)
-        # What newer ones answer for these is another way's.
-        is_product = _product_before(call, model.capability, version, _tf32()) is not None
+        # What it answers for these is another way's.
+        is_product = _product(call, model.capability, version, _tf32()) is not None
         library = cudnn_library.installed() if model.asks_cudnn and not is_product else None
         if library is not None:
             key = (

@@ -23,6 +23,7 @@ _KEYS_OF_A_BLOCK, _MOST_PARTS = 128, 16
 @special(_aten._scaled_dot_product_cudnn_attention.default)
 def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Where nobody wants the sums, none are made."""
+    engine.memory.uses_cudnn(device)
     out = engine.fake_call(func, args, kwargs)
     query, key, _, mask, wants_sums = args[:5]
     engine.settle(out[6:8])
@@ -56,6 +57,7 @@ def _parts(rows: int, blocks: int, processors: int) -> int:
 @special(_aten._scaled_dot_product_cudnn_attention_backward.default)
 def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A gradient whose last dimension does not lie plainly is copied."""
+    engine.memory.uses_cudnn(device)
     gradient, query, key, value = args[:4]
     out = engine.run(func, args, kwargs, device)
     batch, heads, queries, size = query.shape
