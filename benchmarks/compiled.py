@@ -1,9 +1,16 @@
-"""Ten models, eager and compiled, on a virtual card: `python benchmarks/compiled.py [--only NAME ...] [--device A100-80GB]`.
+"""Compiled programs on a virtual card: ten models eager and compiled, and many small programs beside a real card's recordings.
 
-Each trains three steps with AdamW, first as it is and then by `torch.compile`. The table has the highest allocated memory of the
-third step, the graphs and breaks that Dynamo made, the processor's seconds of the first compiled step and of later ones (the
-median of fifteen), these beside the eager ones', and what went another way than on a card (the last column; empty is good). Small
-configurations: widths and depths are given to transformers. `bert-large` is whole, for the time.
+    python benchmarks/compiled.py [--only NAME ...] [--device A100-80GB]          ten models
+    python benchmarks/compiled.py --save DIR [--at-once N]                        on a computer with a GPU: record the programs
+    python benchmarks/compiled.py --against DIR [--device H100,torch=2.11]        anywhere: run them, too, and compare
+
+Each of the models trains three steps with AdamW, first as it is and then by `torch.compile`. The table has the highest allocated
+memory of the third step, the graphs and breaks that Dynamo made, the processor's seconds of the first compiled step and of later
+ones (the median of fifteen), these beside the eager ones', and what went another way than on a card (the last column; empty is
+good). Small configurations: widths and depths are given to transformers. `bert-large` is whole, for the time.
+
+The programs are those of `compiled_programs.py`, each in a process of its own, four steps. They are compared allocation by
+allocation; --explain says where they differ. The virtual card is to have the card's PyTorch, and best the same one installed.
 """
 
 from __future__ import annotations
@@ -11,18 +18,26 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from compiled_compared import HEADING, explained, line, read
+from compiled_programs import PROGRAMS
 
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
+
+HERE = Path(__file__).resolve().parent
 
 STEPS = 3
 # And so many for the time.
@@ -145,19 +160,15 @@ def _steps(run: Any, model: Any, inputs: dict[str, torch.Tensor]) -> tuple[int, 
     return peak, first, statistics.median(step() for _ in range(LATER))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="*", default=list(MODELS))
-    parser.add_argument("--device", default="A100-80GB")
-    chosen = parser.parse_args()
+def _models(only: list[str], device: str) -> None:
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")
     sizes, seconds = f"{'eager':>9} {'compiled':>9} MiB", f"{'first':>6} {'later':>6} {'times':>6}"
     print(f"{'model':<10} {sizes}  {'graphs':>6} {'breaks':>6}  {seconds}  otherwise")
-    for name in chosen.only:
+    for name in only or MODELS:
         peaks, notes, counted, times = [], [], "", []
         try:
             for compiled in (False, True):
-                machine = gpu.turn_on(chosen.device)
+                machine = gpu.turn_on(device)
                 model, inputs = MODELS[name]()
                 model, inputs = model.cuda(), {key: value.cuda() for key, value in inputs.items()}
                 run = torch.compile(model) if compiled else model
@@ -173,6 +184,65 @@ def main() -> None:
         took = f"{times[2]:6.1f} {times[3]:6.3f} {times[3] / times[1]:6.2f}" if len(times) == 4 else ""
         print(f"{name:<10} {' '.join(peaks)}      {counted}  {took}    {' '.join(notes)}", flush=True)
     gpu.turn_off()
+
+
+def _run(name: str, file: Path, device: str | None, seconds: float) -> str:
+    """A program in a process of its own; what it said, where it failed."""
+    further = [] if device is None else ["--device", device]
+    command = [sys.executable, str(HERE / "compiled_programs.py"), name, str(file), *further]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, text=True)
+    except subprocess.TimeoutExpired:
+        return f"not done after {seconds:.0f} s"
+    return "" if done.returncode == 0 else done.stdout[-2000:]
+
+
+def _save(folder: Path, only: list[str], at_once: int, seconds: float) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def one(name: str) -> None:
+        failed = _run(name, folder / f"{name}.xz", None, seconds)
+        print(f"{name:<26} {failed or 'done'}", flush=True)
+
+    with ThreadPoolExecutor(at_once) as workers:
+        list(workers.map(one, only or PROGRAMS))
+
+
+def _against(folder: Path, only: list[str], device: str, seconds: float, explain: bool) -> None:
+    print(HEADING)
+    for path in sorted(folder.glob("*.xz")):
+        name = path.stem
+        if only and name not in only:
+            continue
+        with tempfile.TemporaryDirectory() as scratch:
+            here = Path(scratch, path.name)
+            failed = _run(name, here, device, seconds)
+            if not here.exists():
+                print(f"{name:<26} {failed}", flush=True)
+                continue
+            real, virtual = read(path), read(here)
+        print(line(real, virtual), flush=True)
+        for part in real.parts if explain else ():
+            if part in virtual.parts:
+                print(f"\n{name}, {part}:\n{explained(real.parts[part], virtual.parts[part])}\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
+    parser.add_argument("--device", metavar="CARD", help="(default: A100-80GB, with --against H100,torch=2.11)")
+    parser.add_argument("--save", type=Path, metavar="DIR")
+    parser.add_argument("--against", type=Path, metavar="DIR")
+    parser.add_argument("--explain", action="store_true", help="with --against: where they differ")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="with --save: how many programs")
+    parser.add_argument("--seconds", type=float, default=300, help="for each of the programs (default: %(default)s)")
+    chosen = parser.parse_args()
+    if chosen.save:
+        _save(chosen.save, chosen.only, chosen.at_once, chosen.seconds)
+    elif chosen.against:
+        _against(chosen.against, chosen.only, chosen.device or "H100,torch=2.11", chosen.seconds, chosen.explain)
+    else:
+        _models(chosen.only, chosen.device or "A100-80GB")
 
 
 if __name__ == "__main__":
