@@ -330,6 +330,26 @@ def test_distributions_are_not_checked_by_values() -> None:
     assert categorical.sample().shape == (2,)
 
 
+def test_distributions_check_what_they_are_given() -> None:
+    """For a parameter, and for a sample, a flag for each element and one for all. (The second's are made while the first's are
+    held.) All that nobody knows is as it has to be, and nothing was read of it."""
+    mean, deviation = torch.zeros(1024, device="cuda"), torch.ones(1024, device="cuda")
+    mean.normal_()
+    deviation.exponential_()
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    normal = torch.distributions.Normal(mean, deviation, validate_args=True)
+    assert torch.cuda.max_memory_allocated() - start == 1024 + 1024
+    sample = normal.sample()
+    held = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    normal._validate_sample(sample)
+    assert torch.cuda.max_memory_allocated() - held == 1024 + 512
+    assert not gpu.current().engine.reads.counts  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="scale"):
+        torch.distributions.Normal(mean, torch.tensor(-1.0).cuda(), validate_args=True)
+
+
 def test_a_subprocess_sees_the_device_only_through_nvidia_smi() -> None:
     assert "gpumem" in os.environ["PATH"].split(os.pathsep)[0]
 

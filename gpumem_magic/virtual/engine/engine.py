@@ -667,8 +667,8 @@ class Engine:
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """A new tensor has these values."""
 
-    def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
-        """A new tensor is taken to have these values."""
+    def guess(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = False) -> None:
+        """A new tensor is taken to have these values. sure: nothing is to be said of it."""
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """The user says what its values are."""

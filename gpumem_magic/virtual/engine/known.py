@@ -125,9 +125,9 @@ class KnownEngine(ComputingEngine):
             return None
         return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
 
-    def guess(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
+    def guess(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = False) -> None:
         if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= self._most_guessed(tensor):
-            self._have(tensor, host, sure=False)
+            self._have(tensor, host, sure=sure)
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():

@@ -60,23 +60,20 @@ def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
 
 
 def _distributions(patches: Patches) -> None:
-    """Parameters of distributions are checked by their values, which do not exist."""
-    original = torch.distributions.Distribution.__init__
+    """Parameters and samples of distributions are checked by their values: what nobody knows is as it has to be."""
+    kind = torch.distributions.Distribution
+    init, validate = kind.__init__, kind._validate_sample
 
-    def init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
-        if _on_device(self):
-            validate_args = False
-        original(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
+    def checked_init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
+        with checks.holding():
+            init(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
 
-    patches.set(torch.distributions.Distribution, "__init__", init)
+    def checked_sample(self: Any, value: torch.Tensor) -> None:
+        with checks.holding():
+            validate(self, value)
 
-
-def _on_device(distribution: Any) -> bool:
-    """Whether a distribution, or one that it is made of, has parameters on a virtual device."""
-    return any(
-        isinstance(value, VirtualTensor) or (isinstance(value, torch.distributions.Distribution) and _on_device(value))
-        for value in distribution.__dict__.values()
-    )
+    patches.set(kind, "__init__", checked_init)
+    patches.set(kind, "_validate_sample", checked_sample)
 
 
 def _signals(patches: Patches) -> None:
