@@ -127,7 +127,8 @@ def test_dropout_makes_its_mask_first() -> None:
         ("2.2", 1, 8, [32, 1048576, 8519680]),
         ("2.2", 16, 1, [64, 8519680]),
         ("2.10", 1, 8, [32, 8519680]),
-        ("2.11", 16, 8, [512, 8519680]),
+        ("2.11", 16, 8, [512, 8519680, 1048576]),
+        ("2.12", 16, 8, [512, 8519680]),
     ],
 )
 def test_products_with_a_bias_go_to_cublaslt_with_several_rows_and_columns(
@@ -243,3 +244,38 @@ def test_padding_makes_a_plain_input_after_its_result() -> None:
     padded = 2 * 4 * 10 * 10 * 4
     assert made(lambda: F.pad(x, (1, 1, 1, 1), mode="reflect")) == [padded, x.numel() * 4]
     assert made(lambda: F.pad(x.contiguous(), (1, 1, 1, 1), mode="reflect"))[-1] == padded
+
+
+@pytest.mark.parametrize(("last", "lies"), [(False, False), (False, True), (True, True), (True, False)])
+def test_cudnns_batch_norm_lays_a_gradient_out_as_the_input_lies(last: bool, lies: bool) -> None:
+    gpu.turn_on("T4")
+    layout = torch.channels_last if last else torch.contiguous_format
+    x = torch.zeros(4, 8, 6, 6, device="cuda").to(memory_format=layout).requires_grad_()
+    y = torch.nn.BatchNorm2d(8, device="cuda")(x)
+    gradient = (
+        torch.zeros(4, 8, 6, 6, device="cuda").to(memory_format=layout) if lies else torch.zeros((), device="cuda")
+    )
+    size = 4 * 8 * 6 * 6 * 4
+    # (A sum's gradient is one number, expanded.)
+    found = made(lambda: torch.autograd.grad(y, x, gradient.expand_as(y)))
+    assert found[: 2 - lies] == [size] * (2 - lies)
+    assert found[2 - lies :] == [8 * 4] * 2
+
+
+@pytest.mark.parametrize(
+    ("align", "mode", "copies"), [(True, "bilinear", 1), (False, "bilinear", 0), (True, "nearest", 0)]
+)
+def test_cudnn_samples_no_gradient_that_is_one_number(align: bool, mode: str, copies: int) -> None:
+    gpu.turn_on("T4")
+    x, grid = (torch.zeros(shape, device="cuda", requires_grad=True) for shape in ((2, 3, 8, 8), (2, 5, 5, 2)))
+    out = F.grid_sample(x, grid, mode=mode, align_corners=align)
+    one = torch.zeros((), device="cuda").expand_as(out)
+    found = made(lambda: torch.autograd.grad(out, (x, grid), one))
+    assert found == [2 * 3 * 5 * 5 * 4] * copies + [2 * 3 * 8 * 8 * 4, 2 * 5 * 5 * 2 * 4]
+
+
+def test_cudnn_samples_by_grids_that_lie_plainly() -> None:
+    gpu.turn_on("T4")
+    x, grid = torch.zeros(2, 3, 8, 8, device="cuda"), torch.zeros(2, 2, 5, 5, device="cuda").permute(0, 2, 3, 1)
+    assert made(lambda: F.grid_sample(x, grid, align_corners=True)) == [2 * 3 * 5 * 5 * 4, 2 * 5 * 5 * 2 * 4]
+    assert made(lambda: F.grid_sample(x, grid, align_corners=False)) == [2 * 3 * 5 * 5 * 4]

@@ -206,10 +206,17 @@ def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return [batch * _ADDRESS] if batch > 1 else []
 
 
-@special(_aten._cholesky_solve_helper.default, table=BESIDE)
-def _cholesky_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    _solve_by_cholesky(engine, device, args[1])
-    return ()
+@special(_aten._cholesky_solve_helper.default)
+def _cholesky_solve(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """cuSOLVER's code of errors stands before the result (2.11 on an H100)."""
+    alone = _batch(args[1].shape) == 1 and engine.memory.torch_version(device) < _CHOLESKY_BY_CUSOLVER_FROM
+    with engine.scratch(device, _CODE if alone else 0):
+        out = engine.run(func, args, kwargs, device)
+        if alone:
+            with engine.scratch(device, bytes_of(args[1])):
+                return out
+        _solve_by_cholesky(engine, device, args[1])
+    return out
 
 
 def _solve_by_cholesky(engine: Engine, device: int, matrices: Any) -> None:

@@ -144,6 +144,8 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         # (PyTorch's shape rule, and the host's function, divide by the number of rows.)
         return _nothing_to_add_up(engine, args, device)
     needs_sums = training or any(wanted[1:])
+    if training and by_cudnn(input, weight, mean, training):
+        return _batch_backward_by_cudnn(engine, func, args, kwargs, device)
     if by_cudnn(input, weight, mean, training) or not wanted[0] or not needs_sums or not _channels_lie_last(input):
         return engine.run(func, args, kwargs, device)
     each = input.shape[1] * accumulator(input.dtype).itemsize
@@ -154,6 +156,16 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
             pass
         engine.settle(out[0])
     return out
+
+
+def _batch_backward_by_cudnn(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A gradient that does not lie as the input does is laid out first (``cudnn/BatchNorm.cpp``): that of a sum, for one."""
+    gradient, input = args[:2]
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
+    is_last = last is not None and not input.is_contiguous() and input.is_contiguous(memory_format=last)
+    lies = gradient.is_contiguous(memory_format=last) if is_last and last else gradient.is_contiguous()
+    with engine.scratch(device, 0 if lies else bytes_of(gradient)):
+        return engine.run(func, args, kwargs, device)
 
 
 def _nothing_to_add_up(engine: Engine, args: Any, device: int) -> tuple[Any, ...]:

@@ -8,6 +8,9 @@ half precision) for each part. From 2.11 on, an embedding with few rows adds up 
 What CUB takes to find the runs, to count their parts and how often each index comes (``scale_grad_by_freq``) is in `cub`.
 Since 2.12 only the bits that a row's number has are sorted. A bag of maxima needs none of this.
 
+Where cuDNN samples by a grid, it gets grids that lie plainly, and no image or gradient that is one number expanded
+(``cudnn/GridSampler.cpp``; `cond_cudnn_grid_sampler` in ``GridSampler.cpp``).
+
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
 What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
@@ -151,3 +154,31 @@ def _bag_by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
 @special(_aten.pow.Scalar, table=BESIDE)
 def _power(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [] if args[0] == 1 else [16 if isinstance(args[0], complex) else 8]
+
+
+_BILINEAR = _ZEROS = 0
+_MOST_CHANNELS = 1024
+
+
+def _samples_by_cudnn(input: Any, grid: Any, interpolation: int, padding: int, align_corners: bool) -> bool:
+    if not torch.backends.cudnn.enabled or (interpolation, padding) != (_BILINEAR, _ZEROS) or not align_corners:
+        return False
+    return bool(input.numel() and grid.numel() and input.shape[1] <= _MOST_CHANNELS and input.dtype != torch.bfloat16)
+
+
+def _for_cudnn(grid: Any, *others: Any) -> list[int]:
+    expanded = [one for one in others if 0 in one.stride()]
+    return [bytes_of(one) for one in [*expanded, *([] if grid.is_contiguous() else [grid])]]
+
+
+@special(_aten.grid_sampler_2d.default, table=BESIDE)
+def _sampled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return _for_cudnn(args[1], args[0]) if _samples_by_cudnn(*args[:5]) else []
+
+
+@special(_aten.grid_sampler_2d_backward.default)
+def _sampled_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    gradient, input, grid = args[:3]
+    copies = _for_cudnn(grid, input, gradient) if _samples_by_cudnn(*args[1:6]) else []
+    with engine.scratch(device, *copies):
+        return engine.run(func, args, kwargs, device)
