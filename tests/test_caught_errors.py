@@ -118,6 +118,23 @@ def test_a_retry_in_a_functions_except_block_is_told_with_its_line_and_retrying_
         assert not [one for one in report.causes if one.name == "retry_in_except"]
 
 
+def test_what_an_attempt_gave_back_before_it_failed_is_no_retry_in_its_except_block() -> None:
+    attempt = (
+        "def step(size):\n    h = torch.empty(size, device='cuda', dtype=torch.uint8)\n"
+        "    torch.empty(size // 4, device='cuda', dtype=torch.uint8)\n"
+        "    return h, torch.empty(size, device='cuda', dtype=torch.uint8)\n"
+    )
+    search = (
+        "size, failed = 1 << 30, False\nwhile not failed:\n    try:\n        step(size)\n        size *= 2\n"
+        "    except RuntimeError as error:\n        print(size)\n        {}failed = True"
+    )
+    with notebook("T4") as book:
+        book.cell(attempt)
+        for beside, is_told in (("", False), ("step(size // 4); ", True)):
+            report = book.measured(search.format(beside))
+            assert any(one.name == "retry_in_except" for one in report.causes) is is_told
+
+
 def test_a_list_of_tuples_is_not_offered_what_a_list_of_tensors_is() -> None:
     with notebook("T4") as book:
         book.cell("model = net()\nx = torch.ones(4096, 512, device='cuda')")

@@ -189,6 +189,7 @@ def retry_while_handling(scene: Scene) -> Iterator[Cause]:
         if size_of(behind) >= scene.part_of_peak(10) and {*roots} == {"traceback"}:
             yield _retried(f"{retry.words[0].upper()}{retry.words[1:]} (`{retry.shown}`)", size_of(behind))
             return
+    events = scene.recording.logs[scene.device].events
     for tried, first, last in scene.program.handlers():
         places = [place for place, (point, _, _) in enumerate(scene.points) if first <= point.line <= last]
         if not places or scene.points[places[-1]][0].kind == "error":
@@ -205,7 +206,9 @@ def retry_while_handling(scene: Scene) -> Iterator[Cause]:
             for one in scene.timeline.live_at(end)
             if one.born >= begin and one.freed is not None and one.freed <= stop
         ]
-        latest = max((one.born for one in held), default=end)
+        # Where a request failed, what the attempt asked for and gave back was before that.
+        failed = (place for place in range(begin, end) if events[place].action == "oom")
+        latest = next(failed, max((one.born for one in held), default=end))
         work = [one for one in scene.timeline.allocations if latest < one.born < end]
         if size_of(held) >= scene.part_of_peak(10) and size_of(work) >= LEAST:
             yield _retried(f"Line {scene.points[places[-1]][0].line}", size_of(held))
