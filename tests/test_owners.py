@@ -101,6 +101,14 @@ NAMES = [
         8,
     ),
     ("def f():\n    y = [mib(8)]\n    return lambda: y\ng = f()", "closure variable `y[0]` of g", 8),
+    # A function's forward that failed: its context has no node any more.
+    (
+        "class Fails(torch.autograd.Function):\n    @staticmethod\n    def forward(ctx, x):\n        ctx.kept = mib(8)\n"
+        "        made.append(ctx)\n        raise ValueError\nmade = []\ntry:\n    Fails.apply(mib(1).requires_grad_())\n"
+        "except ValueError:\n    pass",
+        "made[0].kept",
+        8,
+    ),
     ("x = mib(8)[:4]", "x", 8),
     # A view, and what `state_dict()` gives, are not the first on their memory.
     ("whole = mib(8)\na = whole[:4]", "whole", 8),

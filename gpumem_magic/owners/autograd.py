@@ -31,8 +31,13 @@ def variable_of(node: Any) -> torch.Tensor | None:
 
 
 def next_nodes(node: Any) -> list[Any]:
-    """The nodes that feed this one's inputs."""
-    return [found for found, _ in node.next_functions if found is not None]
+    """The nodes that feed this one's inputs; none where its function's forward failed, or its graph is gone."""
+    try:
+        following = node.next_functions
+    except RuntimeError:
+        # The object of the program (`ctx`) does not keep its node in 2.11 (torch/csrc/autograd/python_function.cpp); in 2.13 it does.
+        return []
+    return [found for found, _ in following if found is not None]
 
 
 def graph_behind(tops: Iterable[Any]) -> Iterator[Any]:
