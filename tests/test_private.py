@@ -125,7 +125,7 @@ def test_a_missing_name_costs_its_own_feature_and_is_said_in_one_line(
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     [line] = lines_of_turning_on()
     assert line.startswith("torch 2.99.0 has no torch._functorch.vmap._flat_vmap (run on 2.9.1")
-    assert line.endswith("`torch.vmap` loses its tensors' memory from sight.")
+    assert line.endswith("`torch.vmap` and `torch.func` lose their tensors' memory from sight.")
     assert "\n" not in line
     layer = torch.nn.Linear(4, 4).to("cuda")
     layer(torch.ones(2, 4, device="cuda")).sum().backward()

@@ -243,6 +243,19 @@ def test_a_captured_graph_is_computed_when_it_is_replayed() -> None:
     assert weight.tolist() == [3, 3, 3]
 
 
+def test_a_captured_batch_norm_of_an_evaluation_is_replayed() -> None:
+    """In half precision the device has its statistics as results, the host's kernel gives none."""
+    gpu.turn_on("T4,values=real")
+    layer = torch.nn.BatchNorm2d(2).eval().cuda().half()
+    x = torch.ones(1, 2, 1, 1, device="cuda", dtype=torch.float16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        y = layer(x) * 2
+    x.fill_(3.0)
+    graph.replay()
+    assert y.flatten().tolist() == [6.0, 6.0]
+
+
 def test_random_numbers_are_those_of_the_host_and_of_a_device() -> None:
     torch.manual_seed(5)
     wanted = torch.rand(2), torch.rand(2)

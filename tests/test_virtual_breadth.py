@@ -6,13 +6,14 @@ import functools
 import importlib
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -235,9 +236,42 @@ def test_functional_transforms() -> None:
     assert torch.func.jacrev(torch.sin)(rand(3)).shape == (3, 3)
     assert torch.func.hessian(lambda x: (x**3).sum())(rand(3)).is_cuda
     assert torch.func.jvp(torch.sin, (rand(3),), (rand(3),))[1].is_cuda
-    made = torch.func.vmap(lambda x: x.new_zeros(5).scatter(0, torch.arange(3, device="cuda"), x))(rand(7, 3))
-    assert made.shape == (7, 5)
-    assert made.is_cuda
+    filled = torch.func.vmap(lambda x: x.new_zeros(5).scatter(0, torch.arange(3, device="cuda"), x))(rand(7, 3))
+    assert filled.shape == (7, 5)
+    assert filled.is_cuda
+
+
+_FACTORIES: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: torch.ones(256, device="cuda"),
+    lambda x: torch.zeros(256, device=x.device),
+    lambda x: torch.arange(256.0, device="cuda"),
+    lambda x: torch.linspace(0, 1, 256, device="cuda"),
+    lambda x: torch.full((256,), 2.0).cuda(),
+]
+
+
+@pytest.mark.parametrize("factory", _FACTORIES)
+def test_a_transformed_function_makes_tensors_on_the_device(factory: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def weighed(x: torch.Tensor) -> torch.Tensor:
+        return (x * factory(x)).sum()
+
+    x, way = rand(256), rand(256)
+    # The factory's, the product, the sum; the sum's gradient, and that of `x` (of one number expanded).
+    assert made(lambda: torch.func.grad(weighed)(x)) == [1024, 1024, 4, 4, 1024]
+    for result in (
+        torch.func.jvp(weighed, (x,), (way,))[1],
+        torch.func.vjp(weighed, x)[1](torch.ones((), device="cuda"))[0],
+        torch.func.hessian(weighed)(x),
+    ):
+        assert result.is_cuda
+
+
+def test_a_hessian_times_a_vector_by_forward_over_reverse() -> None:
+    # `tanh_backward` has two differentiable arguments: the tangent of the constant one is known zeros, on the device.
+    x, way = rand(16), rand(16)
+    product = torch.func.jvp(torch.func.grad(lambda x: x.tanh().sum()), (x,), (way,))[1]
+    assert product.is_cuda
+    assert product.shape == (16,)
 
 
 def test_inference_mode_and_no_grad_keep_nothing() -> None:

@@ -35,7 +35,7 @@ def next_nodes(node: Any) -> list[Any]:
     try:
         following = node.next_functions
     except RuntimeError:
-        # The object of the program (`ctx`) does not keep its node in 2.11 (torch/csrc/autograd/python_function.cpp); in 2.13 it does.
+        # In 2.11 the program's object (`ctx`) does not keep its node (torch/csrc/autograd/python_function.cpp); in 2.13 it does.
         return []
     return [found for found, _ in following if found is not None]
 

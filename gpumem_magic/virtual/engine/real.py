@@ -249,7 +249,11 @@ class RealEngine(ComputingEngine):
                 result, kept = call.run(self.random)
                 for mine, its in zip(leaves(written), leaves(result), strict=False):
                     if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor):
-                        mine.copy_(its)
+                        if its.numel():
+                            mine.copy_(its)
+                        else:
+                            # As in `Twins.keep`: a result that nobody asked for.
+                            mine.zero_()
                 if keeper is not None:
                     keeper.kept = kept
 

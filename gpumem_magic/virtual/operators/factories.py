@@ -51,6 +51,7 @@ _LEFT_ALONE = ("from_file", "from_numpy", "frombuffer", *_SPARSE)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, UninitializedParameter, UninitializedBuffer, VirtualTensor)
 # Where PyTorch keeps the fake mode that is active, if one is; ours never is.
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_transforms = torch._C._are_functorch_transforms_active
 
 # While a virtual device is on, the name `torch.device` stands for something slower.
 _DEVICE = torch.device
@@ -299,7 +300,8 @@ class Factories:
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""
         given = (*args, *kwargs.values())
-        if any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
+        # (`torch.func`'s `grad` and `jvp` wrap what is made inside them.)
+        if _transforms() or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin("factory"), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
         kwargs.pop("pin_memory", None)

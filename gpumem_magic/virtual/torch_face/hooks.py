@@ -15,6 +15,7 @@ import torch.utils._foreach_utils
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
@@ -24,7 +25,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
-    for step in (_backward, _fake_tensors, _foreach, _vmap, _scripts):
+    for step in (_backward, _fake_tensors, _foreach, _transforms, _scripts):
         patches.attempt(step, engine)
 
 
@@ -117,24 +118,31 @@ def _scripts(patches: Patches, engine: Engine) -> None:
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
 
 
-def _vmap(patches: Patches, engine: Engine) -> None:
-    """Inside `torch.vmap` a tensor is wrapped, and what C++ makes for it would come to no virtual tensor's notice.
+# Where `torch.func` runs a function: every vmap, what `grad` is made of, and what `jacrev`, `jacfwd` and `hessian` are.
+_TRANSFORMS = {
+    "torch._functorch.vmap": ("_flat_vmap",),
+    "torch._functorch.eager_transforms": ("grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"),
+}
 
-    `_flat_vmap` is where every vmap runs its function.
-    """
-    module = importlib.import_module("torch._functorch.vmap")
-    original = module._flat_vmap
 
-    def flat_vmap(func: Any, batch_size: Any, flat_in_dims: Any, flat_args: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = any(isinstance(_unwrapped(arg), VirtualTensor) for arg in flat_args)
-        if not ours:
-            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+def _transforms(patches: Patches, engine: Engine) -> None:
+    """Inside a transform of `torch.func` a tensor is wrapped, and what C++ makes would come to no virtual tensor's notice."""
+    for place, names in _TRANSFORMS.items():
+        module = importlib.import_module(place)
+        for name in names:
+            patches.set(module, name, _with_our_mode(getattr(module, name), engine))
+
+
+def _with_our_mode(original: Any, engine: Engine) -> Any:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(_unwrapped(leaf), VirtualTensor) for leaf in tree_leaves((args, kwargs))):
+            return original(*args, **kwargs)
         with pushed(engine.mode):
-            return original(func, batch_size, flat_in_dims, flat_args, *args, **kwargs)
+            return original(*args, **kwargs)
 
     # What Dynamo takes in its place: it reads into PyTorch's own.
-    flat_vmap._torchdynamo_inline = original  # type: ignore[attr-defined]
-    patches.set(module, "_flat_vmap", flat_vmap)
+    run._torchdynamo_inline = original  # type: ignore[attr-defined]
+    return run
 
 
 def _unwrapped(arg: Any) -> Any:
