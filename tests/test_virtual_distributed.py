@@ -60,7 +60,6 @@ COLLECTIVES: list[Callable[[torch.Tensor], Any]] = [
     lambda x: dist.gather(x, [like(x)], 0),
     lambda x: dist.scatter(x, [like(x)], 0),
     lambda x: dist.all_to_all_single(like(x), x),
-    lambda x: dist.barrier(),
     lambda x: together(x),
     lambda x: dist.all_gather_object([None], {"loss": 1.0}),
     lambda x: dist.broadcast_object_list(["a"], 0),
@@ -78,6 +77,39 @@ def test_collectives_leave_no_memory_behind(collective: Callable[[torch.Tensor],
     host = torch.ones(3)
     dist.all_reduce(host)
     assert host.tolist() == [1.0, 1.0, 1.0], "tensors of the host go on being sent"
+
+
+def _asked_for(run: Callable[[], object]) -> list[int]:
+    """The sizes that the allocator is asked for meanwhile."""
+    torch.cuda.memory._record_memory_history()
+    run()
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(None)
+    return [event["size"] for event in events if event["action"] == "alloc"]
+
+
+def test_lists_of_equal_tensors_are_sent_as_one() -> None:
+    x, half = torch.rand(1024, device="cuda"), torch.rand(512, device="cuda")
+    (same,), (other,) = [like(x)], [like(half)]
+    assert _asked_for(lambda: dist.all_gather([same], x)) == [4096]
+    assert _asked_for(lambda: dist.reduce_scatter(other, [half])) == [2048]
+    assert _asked_for(lambda: dist.gather(x, [same], 0)) == []
+
+
+def test_a_barrier_sums_one_number_and_keeps_what_names_the_device() -> None:
+    before = torch.cuda.memory_allocated()
+    assert _asked_for(dist.barrier) == [1, 4]
+    assert torch.cuda.memory_allocated() - before == 512
+    dist.barrier()
+    assert torch.cuda.memory_allocated() - before == 512
+
+
+def test_a_data_parallel_model_compares_its_shapes_first() -> None:
+    # The number of parameters, each process's, these as one; then two numbers for each dimension: 2 of the weight, 1 of the bias.
+    layer = torch.nn.Linear(512, 512).cuda()
+    asked = _asked_for(lambda: torch.nn.parallel.DistributedDataParallel(layer, device_ids=[0]))
+    assert asked[:4] == [8, 8, 8, 2 * 3 * 8]
+    assert asked[4] == 4 * (512 * 512 + 512)
 
 
 def test_a_group_of_ones_own_and_what_a_program_asks() -> None:

@@ -53,7 +53,21 @@ def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     _forget(args[0])
-    return _exchange(engine, func, args, kwargs, device)
+    with engine.scratch(device, _in_one(func, args)):
+        return _exchange(engine, func, args, kwargs, device)
+
+
+# By operator which argument is a list of lists of tensors, which NCCL sends as one tensor.
+_LISTS = {"allgather_": 0, "reduce_scatter_": 1}
+
+
+def _in_one(func: Any, args: Any) -> int:
+    """Bytes of the tensor in which lists of tensors lie for NCCL, where all are of one size (`newLikeFlat` in
+    ``ProcessGroupNCCL.cpp``); others are sent one by one."""
+    place = _LISTS.get(func._schema.name.partition("::")[2])
+    tensors = [tensor for tensors in args[place] for tensor in tensors] if place is not None else []
+    alike = len({tensor.shape for tensor in tensors}) == 1
+    return sum(tensor.nbytes for tensor in tensors) if alike and isinstance(tensors[0], VirtualTensor) else 0
 
 
 def _waited(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:

@@ -184,7 +184,7 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
     everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), nccl.with_gloo))
     everywhere(patches, module, {"batch_isend_irecv": functools.partial(_together, engine)})
     everywhere(patches, module, {"destroy_process_group": functools.partial(_giving_back, engine)})
-    everywhere(patches, module, {"monitored_barrier": nccl.refusing})
+    everywhere(patches, module, {"monitored_barrier": nccl.refusing, "barrier": nccl.meeting})
     names = ("broadcast_object_list", "send_object_list", "recv_object_list")
     everywhere(patches, module, dict.fromkeys(names, _on_host))
     # Not in the module itself, which asks what it can send.

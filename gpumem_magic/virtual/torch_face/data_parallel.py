@@ -50,11 +50,13 @@ def install(patches: Patches, engine: Engine) -> None:
             found = kwargs.get(place, args[1] if len(args) > 1 else ())
             tensors = list(found.parameters() if isinstance(found, torch.nn.Module) else found)
             if any(isinstance(tensor, VirtualTensor) for tensor in tensors):
-                if isinstance(found, torch.nn.Module):
-                    with pushed(engine.mode), torch.no_grad():
+                with pushed(engine.mode), torch.no_grad():
+                    if isinstance(found, torch.nn.Module):
                         _send_in_buckets([*tensors, *found.buffers()], kwargs["broadcast_bucket_size"])
-                    if engine.computes:
-                        _send_from_first(found)
+                    else:
+                        _compare_shapes(args[0], tensors)
+                if isinstance(found, torch.nn.Module) and engine.computes:
+                    _send_from_first(found)
                 return None
             return original(*args, **kwargs)
 
@@ -77,6 +79,19 @@ def install(patches: Patches, engine: Engine) -> None:
     for name, place in (("_verify_param_shape_across_processes", "tensors"), ("_sync_module_states", "module")):
         if hasattr(home, name):
             patches.set(home, name, skip_for_ours(getattr(home, name), place))
+
+
+def _compare_shapes(group: Any, tensors: list[torch.Tensor]) -> None:
+    """The memory of `verify_params_across_processes` (``reducer.cpp``): how many parameters each process has, gathered, and all
+    their sizes and strides, from the first."""
+    device = tensors[0].device
+    mine = torch.tensor([len(tensors)]).to(device)
+    theirs = [torch.empty_like(mine) for _ in range(group.size())]
+    group.allgather([theirs], [mine]).wait()
+    shapes = torch.zeros(2 * sum(tensor.dim() for tensor in tensors), dtype=torch.long).to(device)
+    group.broadcast(shapes, 0).wait()
+    # They go in this order.
+    del shapes, theirs, mine
 
 
 def _send_in_buckets(tensors: list[torch.Tensor], most: int) -> None:

@@ -15,6 +15,7 @@ class AskedForNccl:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self._last_barrier: torch.Tensor | None = None
 
     def has(self, group: Any) -> bool:
         """group: None is the program's first."""
@@ -74,3 +75,17 @@ class AskedForNccl:
             return original(group, *args, **kwargs)
 
         return monitored_barrier
+
+    def meeting(self, original: Any) -> Any:
+        """A barrier of NCCL's is a sum of one number, which is made for it; which device is meant says another tensor, kept until
+        the next barrier (`ProcessGroup.hpp`, `ProcessGroupNCCL.cpp`; as an H100 was asked for with 2.11)."""
+
+        @functools.wraps(original)
+        def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None) -> Any:
+            if self.has(group):
+                device = torch.device("cuda", device_ids[0] if device_ids else torch.cuda.current_device())
+                self._last_barrier = torch.empty(1, dtype=torch.uint8, device=device)
+                torch.zeros(1, device=device)
+            return original(group, async_op, device_ids)
+
+        return barrier
