@@ -221,11 +221,11 @@ class _Relay:
 
     def __init__(self, ours: Callable[..., Any], before: Any) -> None:
         self.target = ours
-        self._before = before
+        self.before = before
         self.retired = False
 
     def retire(self) -> None:
-        self.target, self.retired = self._before, True
+        self.target, self.retired = self.before, True
 
 
 # The relays by the functions that use them, and what each replaced as the owner kept it.
@@ -242,6 +242,13 @@ def _in_force(value: Any) -> Any:
         if relay is None or not relay.retired:
             return value
         value = original
+
+
+def behind_relays(function: Any) -> Any:
+    """What stood where a function of ours was put to hand calls on; any other function itself."""
+    while type(function) is FunctionType and (found := _relays.get(function)) is not None:
+        function = found[0].before
+    return function
 
 
 def _relayed(owner: Any, name: str, value: Any, own: Any) -> tuple[Any, Callable[[], None]]:

@@ -314,6 +314,78 @@ def test_a_function_goes_to_its_operator_at_once_from_the_second_time_on(
     assert len(at_once) == 3
 
 
+def test_what_is_made_like_another_tensor_goes_at_once_too(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    """C++ has `detach` behind these, of what they made."""
+    x = torch.ones(4, device="cuda")
+    likes: list[Callable[[torch.Tensor], torch.Tensor]] = [torch.zeros_like, torch.ones_like]
+    for like in likes:
+        at_once.clear()
+        assert [like(x).sum().item() for _ in range(3)] == [float(like is torch.ones_like) * 4] * 3
+        assert len([one for one in at_once if one.name() == f"aten::{like.__name__}"]) == 2
+        made = like(x)
+        assert made.untyped_storage()._cdata != x.untyped_storage()._cdata
+        assert not made._is_view()
+        made.add_(1.0)
+        assert like(x).tolist() == [float(like is torch.ones_like)] * 4
+
+
+def test_a_number_is_read_at_once_unless_somebody_looks_on(machine: gpu.VirtualMachine) -> None:
+    x = torch.tensor([3.0], device="cuda")
+    flag, tracked = x > 2, x.clone().requires_grad_()
+    for _ in range(3):
+        assert (tracked.item(), float(x), int(x), bool(flag), bool(flag.logical_not())) == (3.0, 3.0, 3, True, False)
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="Converting a tensor with requires_grad=True to a scalar"):
+            float(tracked)
+    finally:
+        torch.set_warn_always(False)
+    assert machine.engine.functions.reading
+    view = torch.arange(6.0, device="cuda").view(2, 3).t()[1, 1]
+    assert view.item() == 4.0
+    with pytest.raises(RuntimeError, match="with 2 elements cannot be converted to Scalar"):
+        torch.ones(2, device="cuda").item()
+    seen = []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counts():
+        assert x.item() == 3.0
+    assert torch.ops.aten._local_scalar_dense.default in seen
+    assert complex(torch.tensor(1 + 2j, device="cuda").conj()) == 1 - 2j
+
+
+def test_a_copy_to_the_host_goes_at_once_and_shares_nothing(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    x = torch.arange(6.0, device="cuda").reshape(2, 3)
+    host = torch.device("cpu")
+    ways: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda one: one.cpu(),
+        lambda one: one.to("cpu"),
+        lambda one: one.to(host, copy=True),
+        lambda one: one.to(torch.float64).to("cpu", torch.float64),
+    ]
+    for way in ways:
+        at_once.clear()
+        copies = [way(x) for _ in range(3)]
+        assert at_once.count(torch.ops.aten._to_copy.default) >= 2
+        for copy in copies:
+            assert (type(copy), copy.device, copy.stride(), copy.tolist()) == (torch.Tensor, host, (3, 1), x.tolist())
+            copy.add_(1.0)
+        assert x.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    x[0, 0] = 7.0
+    assert x[:1].cpu().tolist() == [[7.0, 1.0, 2.0]]
+    tracked = torch.ones(2, device="cuda", requires_grad=True)
+    for _ in range(3):
+        assert tracked.detach().cpu().requires_grad is False
+        assert tracked.cpu().grad_fn is not None
+    with torch.inference_mode():
+        assert [x.cpu().is_inference() for _ in range(2)] == [True, True]
+    assert not x.cpu().is_inference()
+
+
 def test_other_numbers_and_types_are_other_calls(machine: gpu.VirtualMachine) -> None:
     x = torch.ones(4, 2, dtype=torch.int64, device="cuda")
     for _ in range(2):

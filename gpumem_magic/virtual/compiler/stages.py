@@ -128,6 +128,8 @@ class Compiler:
             found.append(
                 f"Code from torch.compile ran eagerly ({counted(self._eager_calls, 'call')}): compiled, it would "
                 "fuse operators and need less memory between them."
+                + " It is compiled where the device is taken without values=real."
+                * self._engine.computes
             )
         for what, count in self._otherwise.items():
             found.append(f"Of what torch.compile makes, {counted(count, 'graph')} ran {what}.")

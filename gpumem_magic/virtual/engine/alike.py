@@ -154,7 +154,7 @@ class AlikeCalls:
                 key += (kind, len(arg))
                 if not self.describe(key, arg, numbers, untracked, hosts):
                     return False
-            elif kind is _DEVICE and arg.index is not None:
+            elif kind is _DEVICE and (arg.index is not None or arg.type == "cpu"):
                 key.append(arg)
             elif hosts and (kind is torch.Tensor or kind is FakeTensor) and self._is_plain_host(arg):
                 key += (kind, arg.shape, arg.stride(), arg.dtype)

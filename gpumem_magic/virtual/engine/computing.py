@@ -61,7 +61,7 @@ class ComputingEngine(Engine):
         """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ would make tensors of them
         on the device that it sees, where there are no values. None where PyTorch goes on; False after an assignment."""
         assigns = func is torch.Tensor.__setitem__
-        if not assigns and func is not torch.Tensor.__getitem__:
+        if not assigns and (func is not torch.Tensor.__getitem__ or type(args[1]) in _NO_LISTS):
             return super().otherwise(func, args)
         index = _with_tensors(args[1]) if self.follows(args[0]) or _has_flags(args[1]) else args[1]
         if index is args[1]:
@@ -206,6 +206,8 @@ def has_values(func: Any, args: Any, out: Any) -> bool:
     )
 
 
+# An index that holds no list of numbers.
+_NO_LISTS = frozenset((int, slice, type(None), type(Ellipsis)))
 # A list with one of these is an index for several dimensions, if it is short enough.
 _MORE_THAN_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(None), type(Ellipsis))
 _MOST_DIMS = 32

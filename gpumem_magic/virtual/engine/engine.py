@@ -115,6 +115,7 @@ def special(
     return register
 
 
+_DETACH = torch.ops.aten.detach.default
 # What the body of an operator that the program wrote may raise on a card, too.
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
 
@@ -286,10 +287,14 @@ class Engine:
             return self._handled(func, args, kwargs)
         # (What a rule runs is not heard. A second operator ends it: the first one's tensors would live longer than on a device.)
         STATE.heard = None
-        if heard:
+        if heard and not (func is _DETACH and args[0] is heard[0].out):
             heard.clear()
             return self._handled(func, args, kwargs)
         out = self._handled(func, args, kwargs)
+        if heard:
+            # The way out of what C++ makes like another tensor (``zeros_like``).
+            heard[0] = heard[0]._replace(out=out)
+            return out
         heard.append(Heard(func, args, kwargs, out if isinstance(out, VirtualTensor) else None))
         STATE.heard = heard
         return out

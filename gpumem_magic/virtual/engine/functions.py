@@ -14,6 +14,7 @@ import torch.autograd.forward_ad
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from gpumem_magic.looks.tensors import is_view
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.modes import STATE, undisturbed
@@ -23,6 +24,7 @@ _MOST = 20_000
 # So many calls that came down to something else, and a function is not looked at any more.
 _ENOUGH = 4
 _tracing = torch._C._get_tracing_state
+_COPY = _aten._to_copy.default
 
 
 class Heard(NamedTuple):
@@ -84,23 +86,42 @@ class Shortcut(NamedTuple):
         return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
+def seen_by_others() -> bool:
+    """Whether a trace, the compiler or a pass of tangents would see an operator on plain tensors."""
+    return (
+        _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+class HostCopy(NamedTuple):
+    """A function that copies a tensor to the host, which takes nothing on the device. source: the number of its argument; size,
+    stride, dtype: of what it returns."""
+
+    func: Any
+    source: int
+    device: int
+    size: Any
+    stride: Any
+    dtype: torch.dtype
+
+
 class FunctionCalls:
     """The functions that were met, by their arguments' looks and numbers. Inside `no_functions`."""
 
     def __init__(self, alike: AlikeCalls) -> None:
         self._alike = alike
-        self._found: dict[tuple[Any, ...], Shortcut] = {}
+        self._found: dict[tuple[Any, ...], Shortcut | HostCopy] = {}
         # By a function's `id`: how often it came down to something else, and the function.
         self._others: dict[int, tuple[int, Any]] = {}
+        # By a function's `id`, those that only read a number from the device.
+        self.reading: dict[int, Any] = {}
 
     def looks(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
         """All that it depends on which operator a function comes down to; None where more may count."""
         other = self._others.get(id(func))
         if (other is not None and other[0] >= _ENOUGH) or STATE.depth:
             return None
-        if not undisturbed() or _tracing() is not None or get_eval_frame_callback() is not None:
-            return None
-        if torch.autograd.forward_ad._current_level >= 0:
+        if not undisturbed() or seen_by_others():
             return None
         key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         untracked = torch.is_grad_enabled()
@@ -112,7 +133,7 @@ class FunctionCalls:
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...]) -> Shortcut | None:
+    def found(self, looks: tuple[Any, ...]) -> Shortcut | HostCopy | None:
         """What is known of a call that looks so."""
         return self._found.get(looks)
 
@@ -120,7 +141,9 @@ class FunctionCalls:
         self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, heard: Sequence[Heard], plain: bool, out: Any
     ) -> None:
         """A function has run these operators, and returned that. plain: whether the first may be run anew past C++."""
-        way = self._way(args, kwargs, heard[0], out) if plain and len(heard) == 1 else None
+        way: Shortcut | HostCopy | None = None
+        if len(heard) == 1:
+            way = self._copy(args, heard[0], out) or (self._way(args, kwargs, heard[0], out) if plain else None)
         if way is None:
             count, _ = self._others.get(id(func), (0, func))
             self._others[id(func)] = count + 1, func
@@ -130,6 +153,16 @@ class FunctionCalls:
         self._found[looks] = way
         # (Which keeps the function: no other has its `id`.)
         self._others[id(func)] = 0, func
+
+    def _copy(self, args: Any, heard: Heard, out: Any) -> HostCopy | None:
+        if heard.func is not _COPY or type(out) is not torch.Tensor or not out.is_cpu or out.is_pinned():
+            return None
+        given = heard.args[0]
+        source = next((number for number, arg in enumerate(args) if arg is given), None)
+        # (`Copy.cu` takes plain tensors: others are made so first, on the device.)
+        if source is None or type(given) is not VirtualTensor or not given.is_contiguous() or given.dtype != out.dtype:
+            return None
+        return HostCopy(_COPY, source, given.fake_device.index, out.size(), out.stride(), out.dtype)
 
     def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
         if type(out) is not VirtualTensor or heard.out is not out:

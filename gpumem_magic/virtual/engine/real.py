@@ -29,7 +29,7 @@ from gpumem_magic.virtual.engine.computing import (
     touches_values,
 )
 from gpumem_magic.virtual.engine.engine import Met
-from gpumem_magic.virtual.engine.functions import FunctionCalls, Shortcut
+from gpumem_magic.virtual.engine.functions import FunctionCalls, HostCopy, Shortcut, seen_by_others
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -47,6 +47,11 @@ from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
+
+_READ = _aten._local_scalar_dense.default
+_CPU = torch.device("cpu")
+# C++'s own, past what is put in its place while a device is on.
+_empty_strided = torch._C._VariableFunctions.empty_strided
 
 
 class _Handling(NamedTuple):
@@ -98,6 +103,10 @@ class RealEngine(ComputingEngine):
 
     def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         functions = self.functions
+        if id(func) in functions.reading and len(args) == 1 and not kwargs:
+            found = self._read_at_once(func, args[0])
+            if found is not NotImplemented:
+                return found
         with no_functions():
             looks = functions.looks(func, args, kwargs)
             if looks is None:
@@ -105,15 +114,52 @@ class RealEngine(ComputingEngine):
             shortcut = functions.found(looks)
             if shortcut is not None:
                 with self.uninterrupted, self.lock:
+                    if isinstance(shortcut, HostCopy):
+                        return self._copied(shortcut, args)
                     return self._shortly(shortcut, func, args, kwargs)
         with self.uninterrupted:
             return self._listened(looks, func, args, kwargs or {})
+
+    def _read_at_once(self, function: Any, tensor: Any) -> Any:
+        """The number that a function reads from the device; NotImplemented where more than that may count."""
+        if STATE.depth or not undisturbed() or seen_by_others():
+            return NotImplemented
+        with self.uninterrupted, self.lock, no_functions():
+            if not self._is_free() or self.table.holds_overwritten:
+                return NotImplemented
+            if tensor.fake_mode is not self.fake or tensor.layout is not torch.strided:
+                return NotImplemented
+            self._begin(tensor.fake_device.index)
+            host = self.twins.view(tensor)
+            # (PyTorch warns of numbers that autograd would not follow.)
+            return function(host.detach().requires_grad_() if tensor.requires_grad else host)
+
+    def _copied(self, copy: HostCopy, args: Any) -> Any:
+        """What a function copies to the host; NotImplemented as for `_shortly`."""
+        if not self._is_free() or self.table.holds_overwritten or self.memory.is_recorded(copy.device):
+            return NotImplemented
+        if kernel_rules.rules_of_users and kernel_rules.for_operator(copy.func) is not None:
+            return NotImplemented
+        self._begin(copy.device)
+        host = _empty_strided(copy.size, copy.stride, dtype=copy.dtype, device=_CPU)
+        return host.copy_(self.twins.plainly(args[copy.source]))
+
+    def _is_free(self) -> bool:
+        """Whether what runs now is the program's own call, and is done when it is called."""
+        return not (self.closed_because or self._nested or self.tape is not None)
+
+    def _begin(self, device: int) -> None:
+        """What is done before each operator."""
+        if self.reads.counts:
+            self.reads.note_caught()
+        self.table.drain()
+        STATE.last_device = device
 
     def _shortly(self, shortcut: Shortcut, function: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives by what is known of it; NotImplemented where that is of no use now. Inside `no_functions`."""
         device, answer, func, table = shortcut.device, shortcut.answer, shortcut.func, self.table
         met, writes = self._met[id(func)], shortcut.writes
-        if self.closed_because or self._nested or self.tape is not None:
+        if not self._is_free():
             return NotImplemented
         if kernel_rules.rules_of_users and kernel_rules.for_operator(func) is not None:
             return NotImplemented
@@ -128,10 +174,7 @@ class RealEngine(ComputingEngine):
             call = shortcut.operator(args, kwargs)
             if met.asks and met.plain is not None and not met.plain(self, call[1], call[2]):
                 return NotImplemented
-        if self.reads.counts:
-            self.reads.note_caught()
-        table.drain()
-        STATE.last_device = device
+        self._begin(device)
         placement = None
         if writes:
             out = args[0]
@@ -164,6 +207,8 @@ class RealEngine(ComputingEngine):
             STATE.heard = before
         way = self._ways.get(id(heard[0].func)) if len(heard) == 1 else None
         with no_functions():
+            if len(heard) == 1 and heard[0].func is _READ and not isinstance(out, torch.Tensor):
+                self.functions.reading[id(func)] = func
             self.functions.learn(looks, func, args, kwargs, heard, way is not None and way.function is not None, out)
         return out
 

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from operator import attrgetter
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -25,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function
 
 from gpumem_magic.looks.objects import is_a
+from gpumem_magic.patching import behind_relays
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine.modes import (
@@ -263,6 +265,11 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
 
     _gpumem_own = torch.Tensor
 
+    _asked: Any = vars(FakeTensor).get("fake_device")
+    if isinstance(_asked, property):
+        # (2.13.) The same without a step of Python's: each operator asks for it several times.
+        fake_device = property(attrgetter("_fake_device"), _asked.fset)
+
     # Whether results of operators on it are of its class, too: it is one of the program's own (`wrappers`).
     keeps_class = False
 
@@ -289,9 +296,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 if found is not None:
                     return found
                 func = engine.of_device(func, args)
-            if engine.computes and type(func) in _OF_C and types == _OURS:
-                # (Which cannot run Python of the program's.)
-                found = engine.at_once(func, args, kwargs)
+            if engine.computes and types == _OURS and type(plain := behind_relays(func)) in _OF_C:
+                # (Which cannot run Python of the program's. What we put in its place was called before.)
+                found = engine.at_once(plain, args, kwargs)
                 if found is not NotImplemented:
                     return found
             # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
