@@ -180,6 +180,11 @@ class VirtualMachine:
                 "Sizes that depend on values are unknown on a virtual GPU, and these have no largest one and may be larger "
                 f"on a GPU: {'; '.join(sizes)}."
             )
+        if engine.padded_encoders:
+            found.append(
+                f"nn.TransformerEncoder ran on padded sequences ({counted(engine.padded_encoders, 'time')}): where it has no "
+                "other mask, a card packs them, which takes less memory and gives zeros where there is padding."
+            )
         found += self.compiler.notes() + self.communication.notes()
         if engine.kernels_not_run:
             found.append(

@@ -173,6 +173,8 @@ class Engine:
         # Sizes that have no upper bound: what was assumed.
         self.other_sizes: Counter[str] = Counter()
         self.kernels_not_run = 0
+        # How often a card would have packed padded sequences into a nested tensor.
+        self.padded_encoders = 0
         self.unknown: set[str] = set()
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention

@@ -384,7 +384,7 @@ def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device
 def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
     """Where each row of the mask ends, and how many it has (``NestedTensorTransformerFunctions.cpp``).
 
-    Nested tensors have sizes that depend on values; the dense way gives the same results.
+    Nested tensors have sizes that depend on values; the dense way gives the same results but for what stands at padding.
     """
     mask = args[1]
     with pushed(engine.mode):
@@ -397,6 +397,10 @@ def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
         same = counts == ends
         every = same.all()
         del every, same, ends, padding, counts
+    taken = values.exact(mask)
+    if taken is not None and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")):
+        aligned = not bool((taken[:, 1:] & ~taken[:, :-1]).any())
+        engine.padded_encoders += aligned and not bool(taken.all())
     return False
 
 
