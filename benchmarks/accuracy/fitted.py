@@ -63,11 +63,11 @@ FITTED = (
         "nothing: it stands for that one machine",
     ),
     Choice(
-        "recurrent layers: the reserve keeps 5 numbers for each step, layer and unit of an LSTM, 6 of a GRU, and 1 between "
-        "layers; the workspace is the weights again and 2 numbers for each gate and 3 (LSTM) or 2 (GRU) states",
+        "recurrent layers before PyTorch 2.8: the reserve keeps 5 numbers for each step, layer and unit of an LSTM, 6 of a GRU, "
+        "and 1 between layers; the workspace is the weights again and 2 numbers for each gate and 3 (LSTM) or 2 (GRU) states",
         "recurrent.py",
         "the two sizes printed in PyTorch's issue 2895 (reserve 736000000 and 864000000 bytes, workspace 17730560 and 13169920)",
-        "nothing: no other source with both is known; simple RNNs, projections and dropout between layers are in none",
+        "nothing published; from 2.8 on it is what an H100 showed (`tests/data/recurrent_on_an_h100.csv`)",
     ),
     Choice(
         "the layers' widths of the model in the Colab investigation",

@@ -299,6 +299,9 @@ class VirtualMachine:
     def uses_cudnn(self, device: int) -> None:
         self.workspaces.cudnn(device)
 
+    def drops_out_in_cudnn(self, device: int) -> None:
+        self.workspaces.dropout_states(device)
+
     def convolve(self, device: int, call: Convolution) -> None:
         self.workspaces.cudnn(device)
         self.convolutions.take(device, call)

@@ -87,6 +87,9 @@ class Memory(Protocol):
     def uses_cudnn(self, device: int) -> None:
         """To be called before cuDNN runs anything but a convolution: the library begins with memory from the driver."""
 
+    def drops_out_in_cudnn(self, device: int) -> None:
+        """To be called before a recurrent layer that drops out: the states of its random numbers are made once."""
+
     def convolve(self, device: int, call: Convolution) -> None:
         """Memory that cuDNN takes for a call and gives back; nothing where there is no room."""
 

@@ -35,6 +35,9 @@ _LT = {*overloads("_scaled_mm _int_mm _scaled_mm.out _int_mm.out")}
 _WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out")}
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = {*overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out")}
+_SEED_BYTES = 8
+# Of one thread's random numbers in cuDNN (`cudnnDropoutGetStatesSize`).
+_STATE_BYTES = 24
 _NO_HANDLE = {
     "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cudnn": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
@@ -115,6 +118,16 @@ class Workspaces:
         """To be called before cuDNN runs anything."""
         if self._outside[device].cudnn:
             self._library_takes("cudnn", self._outside[device].cudnn, device)
+
+    def dropout_states(self, device: int) -> None:
+        """Of every thread that the card runs, kept for good, after a seed (`get_dropout_state` in ``RNN.cpp``)."""
+        if ("dropout", device) in self._begun:
+            return
+        model = self._devices[device].model
+        self._free(device, self._malloc(device, _SEED_BYTES))
+        with origin("workspace"):
+            self._malloc(device, model.multi_processor_count * model.max_threads_per_multiprocessor * _STATE_BYTES)
+        self._begun.add(("dropout", device))
 
     def streams(self, device: int) -> None:
         """To be called when the program wants a stream of its own."""
