@@ -201,3 +201,15 @@ def test_projections_of_batches_that_come_first_take_one_tensor() -> None:
     # The input by token, queries with keys and values, the same laid out anew.
     assert found[:3] == [2 * 16 * 64 * 4, 2 * 16 * 192 * 4, 2 * 16 * 192 * 4]
     assert found.count(2 * 16 * 192 * 4) == 2
+
+
+def test_a_mask_whose_rows_do_not_lie_in_one_piece_is_added_step_by_step() -> None:
+    """As T5's position bias, which is one number for each head, looked up and turned. 2.1, 2.6, 2.11 and 2.13 choose so."""
+    query = torch.rand(2, 4, 16, 64, device="cuda", dtype=HALF)
+    turned = torch.rand(16, 16, 4, device="cuda", dtype=HALF).permute(2, 0, 1)[None]
+    column = torch.rand(16, 2, device="cuda", dtype=HALF)[:, :1]
+    with pytest.raises(RuntimeError, match="No available kernel"), sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        F.scaled_dot_product_attention(query, query, query, attn_mask=turned)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        for mask in (turned.contiguous(), column):
+            assert F.scaled_dot_product_attention(query, query, query, attn_mask=mask).shape == query.shape
