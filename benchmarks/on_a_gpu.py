@@ -69,7 +69,7 @@ def parts_for(folder: Path) -> list[Part]:
         Part(
             "overhead",
             "python benchmarks/overhead.py",
-            ("benchmarks/overhead.py", "--json", str(folder / "overhead.json")),
+            ("benchmarks/overhead.py", "--minutes", "6", "--json", str(folder / "overhead.json")),
             "--virtual",
             9,
         ),

@@ -5,10 +5,10 @@
 
 Beside the plain cell run ``%%gpumem``, ``%%gpumem --no-lines``, ``%gpumem_watch``, ``torch.profiler`` with ``profile_memory``,
 and pytorch_memlab's line profiler where it is installed. A pair is the same steps twice, side by side, in random order: plain
-and measured. For the control both are plain. Pairs of all kinds and lengths of step are shuffled, so that the machine's moods
-fall on all of them. The clock is read by the cell itself before its first step and, with the device idle, after its last;
-what is done before and after that (the report, the profiler's tables) is told apart, in seconds. The figure is the median of
-the pairs' ratios with a bootstrap interval of 95 %.
+and measured. For the control both are plain. Pairs of all kinds and lengths of step are shuffled, in rounds of one of each, so
+that the machine's moods fall on all of them. The clock is read by the cell itself before its first step and, with the device
+idle, after its last; what is done before and after that (the report, the profiler's tables) is told apart, in seconds. The
+figure is the median of the pairs' ratios with a bootstrap interval of 95 %.
 
 Without IPython the cell is rewritten and told of row by row as ``%%gpumem`` does (the road of ``gpumem run``), ``measure()``
 stands for ``--no-lines``, and the watch writes its line to nowhere; the first line of the answer says so.
@@ -28,7 +28,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,10 @@ def by_memlab(variables: dict[str, Any]) -> None:
 # ---- pairs
 
 
-def carry_out(benches: list[Bench], ways: dict[str, Callable[[dict[str, Any]], None]], pairs: int, seed: int) -> None:
+def carry_out(
+    benches: list[Bench], ways: dict[str, Callable[[dict[str, Any]], None]], pairs: int, seed: int, ends: float
+) -> None:
+    """Whole rounds, one pair of each kind and length in each, as many as begin before `ends` (of `time.monotonic`)."""
     order = random.Random(seed)
     base = ways["plain again"]
     for bench in benches:
@@ -238,9 +241,7 @@ def carry_out(benches: list[Bench], ways: dict[str, Callable[[dict[str, Any]], N
             # Once without the clock: imports, and what a library loads on first use.
             bench.run(way)
             bench.found[name] = Found()
-    plan = [(bench, name) for bench in benches for name in ways for _ in range(pairs)]
-    order.shuffle(plan)
-    for bench, name in plan:
+    for bench, name in rounds([(bench, name) for bench in benches for name in ways], pairs, order, ends):
         if order.random() < 0.5:
             alone, _ = bench.run(base)
             taken, whole = bench.run(ways[name])
@@ -251,6 +252,15 @@ def carry_out(benches: list[Bench], ways: dict[str, Callable[[dict[str, Any]], N
         found.ratios.append(taken / alone)
         found.around.append(whole - taken)
         found.step_ms.append(1000 * alone / bench.variables["steps"])
+
+
+def rounds(
+    kinds: list[tuple[Bench, str]], pairs: int, order: random.Random, ends: float
+) -> Iterator[tuple[Bench, str]]:
+    for done in range(pairs):
+        if done and time.monotonic() >= ends:
+            return
+        yield from order.sample(kinds, len(kinds))
 
 
 def lines(benches: list[Bench], real: bool) -> list[str]:
@@ -306,11 +316,15 @@ def main() -> None:
     parser.add_argument("--virtual", metavar="NAME", help="a virtual GPU instead of this computer's: a dry run")
     parser.add_argument("--steps-ms", type=float, nargs="+", default=list(GOALS), help="lengths of a step")
     parser.add_argument("--pairs", type=int, default=15, help="pairs for each side and length")
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, help="begin no further round after so long (default: 60)"
+    )
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one side of a pair")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--json", type=Path, metavar="PATH", help="also write every ratio")
     parser.add_argument("--without-ipython", action="store_true", help="as where IPython is not installed")
     options = parser.parse_args()
+    ends = time.monotonic() + 60 * options.minutes
     if options.pairs < 1 or options.seconds <= 0 or min(options.steps_ms) <= 0:
         parser.error("--pairs, --seconds and --steps-ms want numbers above 0")
     import torch
@@ -335,7 +349,10 @@ def main() -> None:
     print(f"{options.pairs} pairs of {options.seconds:g} s for each, seed {options.seed}", flush=True)
     if "pytorch_memlab" not in ways:
         print("pytorch_memlab is not installed: left out")
-    carry_out(benches, ways, options.pairs, options.seed)
+    carry_out(benches, ways, options.pairs, options.seed, ends)
+    done = len(benches[0].found["plain again"].ratios)
+    if done < options.pairs:
+        print(f"{done} of {options.pairs} pairs: the time was over")
     print("\n".join(lines(benches, real)))
     for bench in benches:
         print(f"steps of {bench.wanted_ms:g} ms: {bench.layers} layers, {bench.variables['steps']} steps a side")

@@ -299,7 +299,9 @@ class FakeNvml:
             # The whole GPU around its instances.
             total *= 7
         used = gpu.used + (self.driver_share if version is None else 0)
-        return SimpleNamespace(total=total, used=used, free=total - used)
+        # The older question's answer has no such field.
+        apart = {} if version is None else {"reserved": self.driver_share}
+        return SimpleNamespace(total=total, used=used, free=total - gpu.used - self.driver_share, **apart)
 
     def nvmlDeviceGetComputeRunningProcesses(self, handle: Any) -> list[Any]:
         self._ask("DeviceGetComputeRunningProcesses")

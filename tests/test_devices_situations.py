@@ -338,6 +338,15 @@ def test_an_instance_is_not_taken_for_its_gpu(monkeypatch: pytest.MonkeyPatch) -
         assert report.device.smi_total_bytes == made.torch.gpus[0].total + made.nvml.driver_share
 
 
+def test_before_cuda_is_in_use_a_device_has_what_the_driver_leaves_to_processes() -> None:
+    """An H100's driver keeps 480 MiB for itself: nvidia-smi's total has them, and PyTorch's has not."""
+    made = not_in_use_before()
+    (device,) = CudaMachine(made.torch, made.driver).devices
+    gpu = made.torch.gpus[0]
+    assert device.facts.total_bytes == gpu.total
+    assert device.facts.smi_total_bytes == gpu.total + made.nvml.driver_share
+
+
 def test_what_is_lost_in_the_middle_was_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rows_of(falls_off_the_bus, monkeypatch)
     assert [row.device_used is None for row in rows] == [False, False, True, True, True]

@@ -98,7 +98,7 @@ class CudaDevice:
 
     @property
     def facts(self) -> DeviceFacts:
-        """PyTorch's, once CUDA is in use; until then what the driver says (total_bytes is nvidia-smi's, or 0)."""
+        """PyTorch's, once CUDA is in use; until then what the driver says (total_bytes is what it leaves to processes, or 0)."""
         if self._facts is not None:
             return self._facts
         if torch_memory.in_use(self._torch):
@@ -107,9 +107,9 @@ class CudaDevice:
             self._nvml = find(self._driver, self.index, None, None)
             memory = None if self._nvml is None else self._nvml.memory()
             name = None if self._nvml is None else self._nvml.name
-            total = None if memory is None else memory.total
+            usable, total = (0, None) if memory is None else (memory.total - memory.reserved, memory.total)
             uuid = None if self._nvml is None else self._nvml.uuid
-            self._before_use = DeviceFacts(name or "CUDA GPU", "cuda", self.index, uuid, total or 0, total)
+            self._before_use = DeviceFacts(name or "CUDA GPU", "cuda", self.index, uuid, usable, total)
         return self._before_use
 
     def _known_facts(self) -> DeviceFacts:
@@ -121,7 +121,7 @@ class CudaDevice:
         named = None if self._nvml is None else self._nvml.uuid
         if named is None and uuid is not None:
             named = f"GPU-{uuid}"
-        self._outside = OutsideMemory(self._nvml, self._runtime_used)
+        self._outside = OutsideMemory(self._nvml, self._runtime_used, self._clock)
         self._facts = DeviceFacts(
             str(properties.name), "cuda", self.index, named, total, None if memory is None else memory.total
         )
@@ -135,7 +135,7 @@ class CudaDevice:
             # Reading the facts finds the driver's device.
             self.facts  # noqa: B018
             if self._outside is None:
-                self._outside = OutsideMemory(self._nvml, self._runtime_used)
+                self._outside = OutsideMemory(self._nvml, self._runtime_used, self._clock)
             return _counters(reading, self._shares(self._outside, reading.reserved))
 
     def _shares(self, outside: OutsideMemory, reserved: int) -> Shares:
@@ -150,7 +150,7 @@ class CudaDevice:
             self._glanced_at = now
             self.facts  # noqa: B018
             if self._outside_at_a_glance is None:
-                self._outside_at_a_glance = OutsideMemory(self._nvml, self._runtime_used)
+                self._outside_at_a_glance = OutsideMemory(self._nvml, self._runtime_used, self._clock)
             self._glanced = self._shares(self._outside_at_a_glance, reading.reserved), reading.reserved
         shares, reserved = self._glanced
         if shares.device_used is not None:
@@ -252,6 +252,11 @@ class CudaDevice:
         )
         if private:
             self.notes.append(f"{human(private)} on {where} are in private pools (CUDA graphs or a MemPool).")
+        if self._outside is not None and (late := self._outside.told_late()):
+            self.notes.append(
+                f"The driver answers slowly about {where}. It was asked less often, so that the program has its time: what rows "
+                f"show of its figures is up to {1000 * late:.0f} ms old."
+            )
 
     # ---- labels
 

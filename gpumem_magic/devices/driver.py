@@ -20,10 +20,12 @@ ABSURD = 1 << 60
 
 @dataclass(frozen=True)
 class DriverMemory:
-    """Bytes. used: as nvidia-smi shows it (without what the driver keeps for itself, where it tells that apart)."""
+    """Bytes. used: as nvidia-smi shows it (without what the driver keeps for itself, where it tells that apart). reserved: what
+    the driver keeps for itself, 0 where it does not tell; no process can have it."""
 
     total: int
     used: int
+    reserved: int = 0
 
 
 class Driver:
@@ -119,7 +121,9 @@ class DriverDevice:
         if answer is None:
             answer = self._driver.ask("DeviceGetMemoryInfo", self._handle)
         total, used = _bytes(getattr(answer, "total", None)), _bytes(getattr(answer, "used", None))
-        return None if not total or used is None else DriverMemory(total, used)
+        if not total or used is None:
+            return None
+        return DriverMemory(total, used, _bytes(getattr(answer, "reserved", None)) or 0)
 
     def usage(self) -> dict[int, int | None] | None:
         """Process id -> bytes. None where the driver does not list processes."""
