@@ -27,6 +27,7 @@ from gpumem_magic.devices.driver import Driver
 from gpumem_magic.notebook.devices import memory_text
 from gpumem_magic.recording import under_way
 from gpumem_magic.session import device
+from gpumem_magic.trials import cards
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu as virtual_gpu
@@ -359,3 +360,24 @@ def test_a_kernel_that_ends_half_way_leaves_no_file_and_no_noise(tmp_path: Path,
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "half way\n", "")
     assert sorted(tmp_path.rglob("*")) == [home, temporary]
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "others", "called"),
+    [
+        # As one answered that its driver keeps 480 MiB of: a card of the catalogue's, to the byte
+        ("NVIDIA H100 80GB HBM3", 81_079 * MIB, 0, "H100,idle=3MiB"),
+        ("NVIDIA H100 80GB HBM3", 40_000 * MIB, 3 * GIB + 1, "H100,total=40000MiB,idle=3076MiB"),
+        ("Some GPU", 8 * GIB + 512, 5 * MIB, f"virtual:{8 * GIB + 512}B,idle=8MiB"),
+    ],
+)
+def test_trials_run_on_a_card_like_this_computers(
+    name: str, total: int, others: int, called: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fits is asked before the GPU is in use: the driver's figures are all that is known of it."""
+    # (The driver's own 3 MiB are others'.)
+    fake = FakeTorch(total=total, initialized=False)
+    fake.gpus[0].name, fake.gpus[0].others = name, others
+    monkeypatch.setattr(machines, "gpus", lambda torch: CudaMachine(fake, Driver(FakeNvml(fake))))
+    assert cards.usual() == called
+    assert not fake.initialized

@@ -5,6 +5,7 @@ from __future__ import annotations
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.session import device as choosing
+from gpumem_magic.units import MIB
 from gpumem_magic.virtual.card import catalog
 
 # Options of a device that say how a program is run, and not what the card is.
@@ -59,5 +60,15 @@ def usual() -> str:
         return choosing.DEFAULT_DEVICE
     like = next((key for key, model in catalog.CATALOG.items() if model.name == facts.name), None)
     others = counters.other_processes if counters.other_processes is not None else counters.context_or_others
-    name = f"virtual:{facts.total_bytes}B" if like is None else f"{like},total={facts.total_bytes}B"
-    return name if others is None else f"{name},idle={others}B"
+    total = _size(facts.total_bytes)
+    if like is None:
+        name = f"virtual:{total}"
+    else:
+        name = like if catalog.CATALOG[like].total_bytes == facts.total_bytes else f"{like},total={total}"
+    # (Rounded up: who asks what fits is not told of memory that somebody has.)
+    return name if others is None else f"{name},idle={_size(-(-others // MIB) * MIB)}"
+
+
+def _size(size: int) -> str:
+    """As the device's name has it, and as short as it is exact."""
+    return f"{size}B" if size % MIB else f"{size // MIB}MiB"
