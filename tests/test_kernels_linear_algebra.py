@@ -187,3 +187,24 @@ def test_the_first_solution_takes_cublas_workspace() -> None:
 @pytest.mark.parametrize("shape", [(0, 0), (2, 0, 0), (0, 3, 3)])
 def test_the_inverse_of_an_empty_matrix(shape: tuple[int, ...]) -> None:
     assert torch.linalg.inv(torch.zeros(*shape, device="cuda")).shape == shape
+
+
+@pytest.mark.parametrize(("dtype", "real"), [(torch.float32, 1), (torch.complex64, 0)])
+def test_eigenvalues_of_any_matrix_are_made_apart_since_2_11(dtype: torch.dtype, real: int) -> None:
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.11,context=0MiB")
+    a = torch.zeros(3, 8, 8, dtype=dtype, device="cuda")
+    values, vectors, given = 3 * 8 * 8, 3 * 8 * 8 * 8, 3 * 8 * 8 * dtype.itemsize
+    found = made(lambda: linalg.eig(a))
+    start = found.index(3 * 4)
+    # Codes of errors, complex results, real ones, the copy that is worked in, whether any is complex; the results, and the codes.
+    parts = [12, vectors, values, *[values, given] * real, given, *[3 * 8, 1] * real, values, vectors, 1]
+    assert found[start:] == parts
+    found = made(lambda: linalg.eigvals(a))
+    assert found == [12, values, *[values] * real, given, *[3 * 8, 1] * real, values, 1]
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.10,context=0MiB")
+    a = torch.zeros(3, 8, 8, dtype=dtype, device="cuda")
+    assert made(lambda: linalg.eig(a)) == [values, vectors]
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")

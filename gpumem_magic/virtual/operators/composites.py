@@ -233,6 +233,12 @@ def eigenvalues(self: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
     return _aten._linalg_eigh.default(self, UPLO, _may_have_gradient(self))[0]  # type: ignore[no-any-return]
 
 
+def eigenvalues_of_any(self: torch.Tensor) -> torch.Tensor:
+    if _may_have_gradient(self):
+        return _aten.linalg_eig.default(self)[0]  # type: ignore[no-any-return]
+    return _aten._linalg_eigvals.default(self)  # type: ignore[no-any-return]
+
+
 def _may_have_gradient(tensor: torch.Tensor) -> bool:
     if torch.is_grad_enabled() and tensor.requires_grad:
         return True
@@ -275,6 +281,7 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.cosine_similarity.default: cosine_similarity,
     _aten.linalg_svdvals.default: singular_values,
     _aten.linalg_eigvalsh.default: eigenvalues,
+    _aten.linalg_eigvals.default: eigenvalues_of_any,
     _aten.batch_norm.default: batch_norm,
     _aten.linear.default: linear,
     _aten.cumprod_backward.default: cumprod_backward,

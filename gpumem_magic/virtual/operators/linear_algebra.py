@@ -28,6 +28,8 @@ _COEFFICIENTS = 25
 _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
+# (2.10 can, but may still take MAGMA.)
+_EIG_BY_CUSOLVER_FROM = (2, 11)
 
 
 def _batch(shape: Sequence[int]) -> int:
@@ -361,6 +363,55 @@ def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     if args[0].numel():
         with engine.scratch(device, 0 if out[1].numel() else bytes_of(args[0]), codes * _CODE):
             _look_at_codes(engine, device, codes)
+    return out
+
+
+def _ask_for_all(engine: Engine, flags: Any) -> None:
+    with pushed(engine.mode):
+        flags.all()
+    engine.table.drain()
+
+
+@special(_aten.linalg_eig.default, _aten._linalg_eigvals.default)
+def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """MAGMA worked on the host. cuSOLVER makes complex results apart, from real ones where the matrices are real, and they are
+    copied into those that are returned (`linalg_eig_out_info` in ``BatchLinearAlgebra.cpp``; recorded on an H100 with 2.11)."""
+    matrices = args[0]
+    if engine.memory.torch_version(device) < _EIG_BY_CUSOLVER_FROM or not matrices.numel():
+        return engine.run(func, args, kwargs, device)
+    wants_vectors = func is _aten.linalg_eig.default
+    if wants_vectors:
+        with pushed(engine.mode):
+            flags = torch.isfinite(matrices)
+        _ask_for_all(engine, flags)
+        del flags
+        engine.table.drain()
+    out = engine.fake_call(func, args, kwargs)
+    values, vectors = out if wants_vectors else (out, None)
+    codes, is_real = _batch(matrices.shape), not matrices.is_complex()
+    with engine.scratch(device, codes * _CODE), ExitStack() as of_values, ExitStack() as of_vectors:
+        # (The vectors go first.)
+        if vectors is not None:
+            of_vectors.enter_context(engine.scratch(device, bytes_of(vectors)))
+        of_values.enter_context(engine.scratch(device, bytes_of(values)))
+        with ExitStack() as real:
+            if is_real:
+                real.enter_context(engine.scratch(device, bytes_of(values)))
+                if vectors is not None:
+                    real.enter_context(engine.scratch(device, bytes_of(matrices)))
+            with engine.scratch(device, bytes_of(matrices)):
+                pass
+            if is_real:
+                # Whether any has an imaginary part.
+                with pushed(engine.mode):
+                    flags = matrices.new_empty(matrices.shape[:-1], dtype=torch.bool)
+                _ask_for_all(engine, flags)
+                del flags
+                engine.table.drain()
+        engine.settle(out)
+        of_vectors.close()
+        of_values.close()
+        _look_at_codes(engine, device, codes)
     return out
 
 
