@@ -45,6 +45,22 @@ def test_attention_with_weights_keeps_the_scaled_query_before_2_12() -> None:
     assert _highest("2.11") == 4 * UNIT + 2 * SCORES
 
 
+@pytest.mark.skipif(not LETS_GO, reason="this PyTorch's own function lets go of nothing")
+def test_the_results_of_heads_of_one_number_are_laid_out_before_2_12() -> None:
+    """As an H100 with 2.11 was asked for it; since then a batch of one needs no copy."""
+    made = {}
+    for version in ("2.11", "2.12"):
+        gpu.turn_on(f"H100,torch={version}")
+        layer = torch.nn.MultiheadAttention(3, 3, device="cuda")
+        x = torch.empty(5, 3, device="cuda")
+        layer(x, x, x)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        layer(x, x, x)
+        made[version] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        gpu.turn_off()
+    assert made["2.11"] == made["2.12"] + 1
+
+
 def test_it_runs_with_gradients() -> None:
     gpu.turn_on("T4,torch=2.6")
     layer = torch.nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, device="cuda")
