@@ -11,6 +11,9 @@ Since 2.12 only the bits that a row's number has are sorted. A bag of maxima nee
 Where cuDNN samples by a grid, it gets grids that lie plainly, and no image or gradient that is one number expanded
 (``cudnn/GridSampler.cpp``; `cond_cudnn_grid_sampler` in ``GridSampler.cpp``).
 
+Sizes and angles of complex numbers are made complex, and their real parts are copied (`unary_op_impl_with_complex_to_float_out` in
+``UnaryOps.cpp``; an H100 with 2.11): a size beside its result, an angle before.
+
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
 What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
@@ -181,4 +184,19 @@ def _sampled_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device:
     gradient, input, grid = args[:3]
     copies = _for_cudnn(grid, input, gradient) if _samples_by_cudnn(*args[1:6]) else []
     with engine.scratch(device, *copies):
+        return engine.run(func, args, kwargs, device)
+
+
+def _is_real(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return not args[0].is_complex()
+
+
+@special(_aten.abs.default, _aten.abs.out, _aten.angle.out, table=BESIDE, plain=_is_real)
+def _size_of_complex(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return [] if _is_real(engine, args, kwargs) or out.is_complex() else [args[0].numel() * args[0].element_size()]
+
+
+@special(_aten.angle.default, plain=_is_real)
+def _angle(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with engine.scratch(device, args[0].numel() * args[0].element_size() if args[0].is_complex() else 0):
         return engine.run(func, args, kwargs, device)
