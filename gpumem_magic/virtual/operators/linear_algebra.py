@@ -2,7 +2,7 @@
 
 After ``native/BatchLinearAlgebra.cpp``, ``native/LinearAlgebra.cpp`` and ``native/cuda/linalg`` in ATen, torch 2.9 to 2.13, with
 the backend that PyTorch prefers. MAGMA factorizes many matrices by LU, unless they are small; what it takes does not come from
-PyTorch's allocator. How much cuSOLVER asks for to work in, nothing public says: it is not counted. What cuBLAS solves takes its
+PyTorch's allocator. How much cuSOLVER asks for to work in is known of an H100 only (`cusolver`). What cuBLAS solves takes its
 workspace. Gradients are made of these operators.
 """
 
@@ -19,6 +19,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators import cusolver
 from gpumem_magic.virtual.operators.data_dependent import _placed
 
 _ADDRESS = _INDEX = 8
@@ -39,6 +40,14 @@ def _batch(shape: Sequence[int]) -> int:
 def _takes_workspace(engine: Engine, device: int) -> None:
     """A function of cuBLAS's, as a product is."""
     engine.memory.after_operator(_aten.mm.default, (), device)
+
+
+def _by_cusolver(engine: Engine, device: int, *sizes: int) -> None:
+    """One after the other, of functions of `cusolver`."""
+    if cusolver.is_known(engine.memory.capability(device), engine.memory.torch_version(device)):
+        for size in sizes:
+            with engine.scratch(device, size):
+                pass
 
 
 def _by_cublas(engine: Engine, device: int, batch: int, lists: int) -> None:
@@ -65,6 +74,8 @@ def _factorize(engine: Engine, device: int, matrices: Any) -> None:
     batch = _batch(matrices.shape)
     if rows == columns and batch > 1 and (rows <= 16 or (rows <= 128 and batch <= 16)):
         _by_cublas(engine, device, batch, 1)
+    elif rows == columns and batch == 1:
+        _by_cusolver(engine, device, cusolver.getrf(rows))
 
 
 def _solver(size: int, width: int, batch: int, transposed: bool) -> str:
@@ -205,6 +216,8 @@ def _sign(diagonal: Any, pivots: Any) -> None:
 @special(_aten.linalg_cholesky_ex.default, _aten.cholesky.default, table=BESIDE)
 def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     batch = _batch(args[0].shape)
+    if batch == 1:
+        _by_cusolver(engine, device, cusolver.potrf(args[0].shape[-1]))
     return [batch * _ADDRESS] if batch > 1 else []
 
 
@@ -260,13 +273,13 @@ def _copied_unless_plain(matrices: Any, batch: int) -> list[int]:
 # ---- by reflections
 
 
-def _reflect(engine: Engine, device: int, rows: int, batch: int) -> None:
+def _reflect(engine: Engine, device: int, rows: int, columns: int, batch: int, item: int) -> None:
     """What the kernel of `geqrf` takes."""
     if rows <= 256 and batch >= max(2, rows // 16):
         _by_cublas(engine, device, batch, 2)
     else:
         with engine.scratch(device, _CODE):
-            pass
+            _by_cusolver(engine, device, *[cusolver.geqrf(columns, item)] * batch)
 
 
 @special(_aten.geqrf.default)
@@ -275,7 +288,7 @@ def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     *batch, rows, columns = args[0].shape
     packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
     factors = _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
-    _reflect(engine, device, rows, prod(batch))
+    _reflect(engine, device, rows, columns, prod(batch), args[0].element_size())
     return packed, factors
 
 
@@ -289,15 +302,28 @@ def _qr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int
     if not (wants_first and first.shape[-1] == columns) and second.shape[-2] != rows:
         held.append(bytes_of(matrices))
     with engine.scratch(device, *held):
-        _reflect(engine, device, rows, batch)
-        with engine.scratch(device, _CODE if wants_first else 0):
-            pass
+        item = matrices.element_size()
+        _reflect(engine, device, rows, columns, batch, item)
+        if wants_first:
+            with engine.scratch(device, _CODE):
+                _by_cusolver(engine, device, *[cusolver.orgqr(rows, min(rows, columns), item)] * batch)
     return ()
 
 
 @special(_aten.linalg_householder_product.default, table=BESIDE)
-def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [_CODE]
+def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    rows, reflections, item = out.shape[-2], args[1].shape[-1], out.element_size()
+    with engine.scratch(device, _CODE):
+        _by_cusolver(engine, device, *[cusolver.orgqr(rows, reflections, item)] * _batch(out.shape))
+    return ()
+
+
+@special(_aten.linalg_ldl_factor_ex.default, table=BESIDE)
+def _ldl(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    matrices = args[0]
+    if matrices.numel():
+        _by_cusolver(engine, device, cusolver.sytrf(matrices.shape[-1], matrices.element_size()))
+    return ()
 
 
 @special(_aten.ormqr.default, table=BESIDE)
@@ -338,7 +364,7 @@ def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> N
         return
     turned = [bytes_of(matrices)] if rows < columns else []
     with engine.scratch(device, given * few * item, *turned):
-        _reflect(engine, device, max(rows, columns), given)
+        _reflect(engine, device, max(rows, columns), few, given, item)
         with engine.scratch(device, *spread, batch * few * item if spread else 0):
             with engine.scratch(device, _CODE):
                 pass
@@ -362,6 +388,8 @@ def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     codes = _batch(args[0].shape)
     if args[0].numel():
         with engine.scratch(device, 0 if out[1].numel() else bytes_of(args[0]), codes * _CODE):
+            rows, item, dtype = args[0].shape[-1], args[0].element_size(), args[0].dtype
+            _by_cusolver(engine, device, *cusolver.eigh(rows, codes, item, dtype == torch.float32))
             _look_at_codes(engine, device, codes)
     return out
 
@@ -424,7 +452,9 @@ def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         codes = _batch(args[0].shape)
         with engine.scratch(device, codes * _CODE):
             with engine.scratch(device, *_svd(args, kwargs, out)):
-                pass
+                if (kwargs.get("driver") or "gesvdj") == "gesvdj":
+                    rows, columns = args[0].shape[-2:]
+                    _by_cusolver(engine, device, cusolver.gesvdj(rows, columns, args[0].element_size()))
             _look_at_codes(engine, device, codes)
     return out
 

@@ -11,8 +11,8 @@ Since 2.12 only the bits that a row's number has are sorted. A bag of maxima nee
 Where cuDNN samples by a grid, it gets grids that lie plainly, and no image or gradient that is one number expanded
 (``cudnn/GridSampler.cpp``; `cond_cudnn_grid_sampler` in ``GridSampler.cpp``).
 
-Sizes and angles of complex numbers are made complex, and their real parts are copied (`unary_op_impl_with_complex_to_float_out` in
-``UnaryOps.cpp``; an H100 with 2.11): a size beside its result, an angle before.
+Sizes and angles of complex numbers are made complex, and their real parts are copied (`unary_op_impl_with_complex_to_float_out`
+in ``UnaryOps.cpp``; an H100 with 2.11): a size beside its result, an angle before.
 
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 

@@ -1,0 +1,93 @@
+"""How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,400 calls).
+
+Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all; what is no formula is
+a table of square matrices, with a straight line between its sizes. On other cards, and with other versions, nothing is counted.
+Roughly met are matrices that are no squares in `gesvdj`, and `orgqr` of 66 to 95 reflections. Not counted are `ormqr`, `geev` and
+`gesvd`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import repeat
+
+_HEAD = 128
+# (Rows, elements) of eigenvectors: by dividing and by Jacobi's way; of singular values by Jacobi's.
+_SYEVD = (
+    (1, 66342), (2, 67147), (5, 69510), (8, 71923), (16, 78627), (32, 93219), (64, 127043), (100, 172411), (128, 213059),
+    (200, 339219), (256, 458819), (300, 565995), (512, 1245251), (600, 1606387), (768, 2489795), (1000, 4159987),
+    (1024, 4357315),
+)  # fmt: skip
+_SYEVJ = (
+    (32, 3109), (33, 4212), (48, 5442), (64, 7250), (65, 8425), (100, 15288), (128, 21700), (129, 23019), (200, 48595),
+    (256, 75272), (257, 76879), (300, 101974), (400, 175425), (512, 281104),
+)  # fmt: skip
+_GESVDJ = (
+    (33, 7392), (48, 9824), (64, 13408), (65, 15776), (100, 29408), (128, 42208), (129, 44832), (200, 95776), (256, 149024),
+    (257, 152192), (300, 202240), (400, 348768), (512, 559648), (513, 563904), (600, 762016), (768, 1232928), (1000, 2071712),
+    (1024, 2168864),
+)  # fmt: skip
+_SMALLEST_GESVDJ, _SMALL = 992, 32
+_LEAST_OF_SYTRF = {4: 98432, 8: 106624, 16: 176256}
+
+
+def is_known(capability: tuple[int, int], version: tuple[int, int]) -> bool:
+    return capability == (9, 0) and version >= (2, 11)
+
+
+def getrf(rows: int) -> int:
+    parts = _up(rows, 32) // 32
+    return 256 * (parts + 1 + min(16, 1 << (parts - 1).bit_length()))
+
+
+def potrf(rows: int) -> int:
+    return _up(4 * (_up(rows, 32) // 32) ** 2 + _HEAD, 32)
+
+
+def geqrf(columns: int, item: int) -> int:
+    return (max(columns, 256) + 512) * 1024 * item + _HEAD
+
+
+def orgqr(rows: int, reflections: int, item: int) -> int:
+    if reflections >= 128:
+        return (128 * rows + 256 * reflections + 16640) * item
+    more = _up((reflections - 64) * reflections, 32) if reflections >= 96 else 0
+    return (33024 + _up(rows * reflections, 32) + more) * item
+
+
+def sytrf(rows: int, item: int) -> int:
+    return max(_LEAST_OF_SYTRF[item], 64 * (rows + 1) * item)
+
+
+def eigh(rows: int, batch: int, item: int, is_float: bool) -> list[int]:
+    """One after the other: small ones of a batch at once, those of float32 by Jacobi's way up to 512 rows."""
+    if batch > 1 and rows <= _SMALL:
+        return [batch * _between(_SYEVD, rows) * item]
+    if is_float and _SMALL <= rows <= 512:
+        return [*repeat(_between(_SYEVJ, rows) * item, batch)]
+    return [*repeat(_between(_SYEVD, rows) * item + _HEAD, batch)]
+
+
+def gesvdj(rows: int, columns: int, item: int) -> int:
+    """Of all matrices of a batch."""
+    if max(rows, columns) <= _SMALL:
+        return _SMALLEST_GESVDJ * item
+    return _between(_GESVDJ, rows) * item if rows == columns else geqrf(min(rows, columns), item) + _HEAD
+
+
+def _up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+def _between(table: Sequence[tuple[int, int]], rows: int) -> int:
+    """By the line between two sizes; beyond the last by the square."""
+    place = bisect_left(table, (rows, 0))
+    if place == len(table):
+        last, elements = table[-1]
+        return elements * rows**2 // last**2
+    size, elements = table[place]
+    if size == rows or not place:
+        return elements
+    before, fewer = table[place - 1]
+    return fewer + (elements - fewer) * (rows - before) // (size - before)

@@ -1,0 +1,84 @@
+"""What cuSOLVER asks for to work in, as a real H100 was asked for it; other cards count nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from asked_for import made
+from torch import linalg
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import cusolver
+
+
+@pytest.fixture(autouse=True)
+def _off() -> Iterator[None]:
+    yield
+    gpu.turn_off()
+
+
+# (Function, rows of a square matrix in float32, and what the card was asked for beside the codes of errors.)
+@pytest.mark.parametrize(
+    ("function", "rows", "worked_in"),
+    [
+        (linalg.lu_factor, 8, [768]),
+        (linalg.lu_factor, 65, [2048]),
+        (linalg.lu_factor, 600, [9216]),
+        (linalg.cholesky, 100, [192]),
+        (linalg.cholesky, 1024, [4224]),
+        (linalg.qr, 8, [3145856, 132352]),
+        (linalg.qr, 100, [3145856, 186624]),
+        (linalg.qr, 600, [4554880, 988160]),
+        (linalg.ldl_factor, 8, [98432]),
+        (linalg.ldl_factor, 512, [131328]),
+        (linalg.eigh, 8, [287820]),
+        (linalg.eigh, 64, [29000]),
+        (linalg.eigh, 600, [6425676]),
+        (linalg.svd, 8, [3968]),
+        (linalg.svd, 100, [117632]),
+    ],
+)
+def test_a_square_matrix(function: Callable[..., Any], rows: int, worked_in: list[int]) -> None:
+    asked = {}
+    for card in ("H100,torch=2.11", "A100,torch=2.11"):
+        gpu.turn_on(card)
+        a = torch.zeros(rows, rows, device="cuda")
+        asked[card] = made(lambda a=a: function(a))  # type: ignore[misc]
+        gpu.turn_off()
+    on_an_h100, elsewhere = asked.values()
+    for size in worked_in:
+        on_an_h100.remove(size)
+    assert on_an_h100 == elsewhere
+
+
+def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    assert made(lambda: linalg.qr(torch.zeros(3, 200, 200, device="cuda"))).count(3145856) == 3
+    assert made(lambda: linalg.eigh(torch.zeros(3, 200, 200, device="cuda"))).count(194380) == 3
+    # Of 300 matrices of 16 rows the card was asked for 94,296,336 bytes.
+    assert cusolver.eigh(16, 300, 4, True) == [pytest.approx(94_296_336, rel=0.001)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "reflections", "item", "nbytes"),
+    [
+        (1000, 10, 4, 172160),
+        (100, 7, 4, 134912),
+        (200, 100, 4, 226560),
+        (1024, 512, 4, 1115136),
+        (2000, 300, 4, 1397760),
+        (5, 3, 4, 132224),
+        (128, 128, 16, 1052672),
+    ],
+)
+def test_a_product_of_reflections(rows: int, reflections: int, item: int, nbytes: int) -> None:
+    assert cusolver.orgqr(rows, reflections, item) == nbytes
+
+
+def test_between_two_sizes_it_is_a_line_and_beyond_the_last_a_square() -> None:
+    # 53,632 bytes for 64 rows and 117,632 for 100 were asked for: 65 rows are known, 82 or 83 lie half way to 100.
+    assert 63104 < cusolver.gesvdj(82, 82, 4) < 117632
+    assert cusolver.gesvdj(2048, 2048, 4) == 4 * cusolver.gesvdj(1024, 1024, 4)
