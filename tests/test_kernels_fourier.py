@@ -9,6 +9,7 @@ import torch
 from asked_for import made
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators.fourier import work_area
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -55,3 +56,55 @@ def test_the_first_two_dimensions_of_real_numbers_are_two_steps() -> None:
 def test_more_than_three_dimensions_are_several_steps() -> None:
     whole = zeros(2, 4, 4, 4)
     assert made(lambda: torch.fft.fftn(whole)) == [whole.nbytes] * 2
+
+
+# ---- what cuFFT works in: recorded on an H100 (driver 580.159, torch 2.11.0+cu130)
+
+
+@pytest.mark.parametrize(
+    ("length", "batch", "is_real", "recorded"),
+    [
+        (1024, 1000, False, 0),
+        (10_000, 16, False, 0),
+        (16_384, 16, False, 0),
+        (19_683, 16, False, 0),
+        (14_641, 16, False, 1_874_048),
+        (65_536, 16, False, 8_388_608),
+        (8191, 16, False, 4_194_304),
+        (99_991, 16, False, 51_200_000),
+        (1000, 16, True, 0),
+        (16_384, 16, True, 0),
+        (3125, 16, True, 0),
+        (10_000, 16, True, 640_000),
+        (44_100, 16, True, 2_822_528),
+        (4001, 1, True, 64_776),
+        (4001, 16, True, 513_088),
+        (65_537, 1, True, 2_625_544),
+        (65_537, 16, True, 20_992_064),
+    ],
+)
+def test_long_transforms_and_those_of_large_primes_work_in_buffers(
+    length: int, batch: int, is_real: bool, recorded: int
+) -> None:
+    assert work_area((length,), batch, 8, is_real) == pytest.approx(recorded, rel=0.02)
+
+
+def test_along_several_dimensions_only_large_primes_do() -> None:
+    assert work_area((1024, 1024), 2, 8, is_real=False) == work_area((17, 19, 23), 1, 8, is_real=True) == 0
+    assert work_area((127, 129), 2, 8, is_real=False) == 2 * 127 * 129 * 8 == 262_128
+
+
+def test_the_buffer_comes_after_the_result_and_the_copy() -> None:
+    x = torch.zeros(16, 22_051, dtype=torch.complex64, device="cuda")
+    numbers = 16 * 44_100 * 4
+    assert made(lambda: torch.fft.irfft(x, n=44_100)) == [numbers, x.nbytes, 16 * 22_050 * 8]
+    y = torch.zeros(16, 40_000, dtype=torch.complex64, device="cuda")
+    assert made(lambda: torch.fft.fft(y)) == [y.nbytes, y.nbytes]
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_half_precision_is_of_powers_of_two() -> None:
+    x = torch.zeros(4, 100, dtype=torch.float16, device="cuda")
+    with pytest.raises(RuntimeError, match=r"powers of two .* but got a signal size of\[100\]"):
+        torch.fft.rfft(x)
+    assert torch.fft.rfft(x[:, :64]).shape == (4, 33)
