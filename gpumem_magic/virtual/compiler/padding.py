@@ -1,10 +1,12 @@
 """Products whose sizes a card's kernels take slowly: Inductor times them padded, too, and takes the faster way.
 
 Here nothing is timed. Those that a card would time are padded where a matrix has rows that do not begin at multiples of 16 bytes,
-which is what they are timed for: they are bound by computation, and the kernels for such rows are the slower ones. Where all rows
-begin there, a copy would gain nothing. Published runs whose memory tells the two ways apart went so: GPT-2 with 50,257 words was
-padded (`benchmarks/accuracy`), 50 rows of 2,048 numbers were not (`benchmarks/compiled_published.py`). Which ones were padded is
-kept, also for graphs from the compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
+which is what they are timed for: the kernels for such rows are the slower ones; and where the copies into longer rows take less
+time than the product itself would at the card's full rate. Where all rows begin there, a copy would gain nothing. An H100 with
+2.11 chose so for 17 of the 19 products of `benchmarks/compiled_programs.py`. Published runs whose memory tells the ways apart
+went so, too: GPT-2 with 50,257 words was padded (`benchmarks/accuracy`), 50 rows of 2,048 numbers were not
+(`benchmarks/compiled_published.py`). Which ones were padded is kept, also for graphs from the compiler's cache. After
+`torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from gpumem_magic.patching import Patches
 _UNTIMED = "gpumem_magic_untimed_products"
 # Bytes.
 _ROW = 16
+# How many operations a card makes while its memory reads or writes a byte: an H100's 989 and 67 TFLOPS beside 3.35 TB/s.
+_PER_BYTE = {torch.float32: 20}
+_PER_BYTE_OF_OTHERS = 300
 
 
 class Padding:
@@ -48,7 +53,7 @@ class Padding:
             match: Any, first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
             key = name_of(match, first, second, *args, **kwargs)
-            self._gains[key] = _gains(first, second)
+            self._gains[key] = _gains(first, second) and _is_worth_its_copies(padding, match, first, second)
             return key
 
         patches.set(padding, "should_pad_bench_key", should_pad_bench_key)
@@ -74,6 +79,24 @@ def _gains(first: torch.Tensor, second: torch.Tensor) -> bool:
     product = second.shape[-1], first.shape[-2] * second.shape[-1]
     steps = [*_steps(first), *_steps(second), *product[: first.dim() - 1]]
     return any(type(step) is not int or step * first.itemsize % _ROW for step in steps)
+
+
+def _is_worth_its_copies(padding: Any, match: Any, first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Whether the factors that must be copied are so before the product would be done. Those that the graph itself makes are not
+    copied: they are made with longer rows."""
+    (rows, inner), columns = first.shape[-2:], second.shape[-1]
+    if any(type(size) is not int for size in (*first.shape, *second.shape)):
+        return True
+    more = [padding.get_padded_length(size, padding.get_alignment_size(first)) for size in (rows, inner, columns)]
+    sizes = ("mat1", (rows + more[0]) * (inner + more[1])), ("mat2", (inner + more[1]) * (columns + more[2]))
+    copied = sum(
+        size
+        for (name, size), longer in zip(sizes, (more[0] or more[1], more[1] or more[2]), strict=True)
+        if longer and not padding.should_exclude_padding_time(match, name)
+    )
+    # Each is read and written.
+    moved = 2 * copied * first.itemsize
+    return bool(moved * _PER_BYTE.get(first.dtype, _PER_BYTE_OF_OTHERS) < 2 * rows * inner * columns)
 
 
 def _steps(matrix: torch.Tensor) -> list[Any]:

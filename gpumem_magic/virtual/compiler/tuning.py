@@ -42,23 +42,35 @@ class Tuning:
         if source in self._tried or not tensors:
             return
         self._tried.add(source)
-        ways, changed = _ways(source)
+        ways, changed, spares_memory = _ways(source)
         if ways < 2:
             return
         self.kernels += 1
         device = tensors[0].device.index or 0
         self.buffer = self._buffer(device)
-        room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        sizes = []
-        for tensor in (args[place] for place in changed if place < len(args)):
-            if isinstance(tensor, VirtualTensor) and tensor.untyped_storage().nbytes() <= room:
-                # What would raise the peak is copied to the host.
-                sizes.append(tensor.untyped_storage().nbytes())
-                room -= sizes[-1]
+        written = [args[place] for place in changed if place < len(args) and isinstance(args[place], VirtualTensor)]
+        sizes = [_reached(tensor) for tensor in written]
         engine = self.machine.engine
         for _ in range(ways):
-            with engine.uninterrupted, engine.lock, origin("trial"), engine.scratch(device, self.buffer, *sizes):
-                pass
+            copied = self._copied(sizes) if spares_memory else sizes
+            with engine.uninterrupted, engine.lock, origin("trial"):
+                # Once to see that it runs, and in turns with the buffer being written.
+                with engine.scratch(device, *copied):
+                    pass
+                with engine.scratch(device, self.buffer), engine.scratch(device, *copied):
+                    pass
+
+    @staticmethod
+    def _copied(sizes: list[int]) -> list[int]:
+        """Those copied on the device: what would raise the peak, as it is now, is copied to the host. (The buffer raises it, too,
+        so that a second way may be given what the first was not.)"""
+        room = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        copied = []
+        for size in sizes:
+            if size <= room:
+                copied.append(size)
+                room -= size
+        return copied
 
     def _buffer(self, device: int) -> int:
         if self.machine.engine.memory.torch_version(device) < _INDUCTORS_SINCE:
@@ -81,26 +93,33 @@ class _DecoratorNames(dict[str, Any]):
         return lambda *args, **kwargs: None
 
 
-def _ways(source: str) -> tuple[int, list[int]]:
-    """In how many ways a kernel would be launched for a trial, and which of its arguments it changes in place. One where the
-    heuristics are others than those that were read."""
+def _reached(tensor: VirtualTensor) -> int:
+    """Bytes from a tensor's first number to its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.itemsize if tensor.numel() else 0
+
+
+def _ways(source: str) -> tuple[int, list[int], bool]:
+    """In how many ways a kernel would be launched for a trial, which of its arguments it changes in place, and whether copies of
+    these may not raise the peak: not so in a forward pass that a backward follows. One way where the heuristics are others than
+    those that were read."""
     if private.lacking("virtual.compiler.tuning"):
-        return 1, []
+        return 1, [], True
     heuristics = importlib.import_module("torch._inductor.runtime.triton_heuristics")
     called = next((_decorator(node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)), None)
     if called is None:
-        return 1, []
+        return 1, [], True
     hints = importlib.import_module("torch._inductor.runtime.hints")
     names = _DecoratorNames(vars(hints), triton_heuristics=heuristics, set=set, dict=dict, __file__="")
     asked = {one.arg: one.value for one in called.keywords if one.arg}
     given = {name: eval(compile(ast.Expression(value), "", "eval"), {}, names) for name, value in asked.items()}
     inductors, signature = given.get("inductor_meta") or {}, list((given.get("triton_meta") or {}).get("signature", ()))
     if inductors.get("deterministic") or inductors.get("are_deterministic_algorithms_enabled"):
-        return 1, []
+        return 1, [], True
     changed = [signature.index(name) for name in inductors.get("mutated_arg_names", ()) if name in signature]
     with _only_configs(heuristics):
         configs = getattr(heuristics, ast.unparse(called.func).rpartition(".")[2])(**given)
-    return len(heuristics.unique_configs(configs)), changed
+    return len(heuristics.unique_configs(configs)), changed, bool(inductors.get("optimize_mem", True))
 
 
 def _decorator(function: ast.FunctionDef) -> ast.Call | None:
