@@ -16,6 +16,7 @@ from shell_fakes import clean_shell
 
 from gpumem_magic import cli
 from gpumem_magic.notebook.help import CARD
+from gpumem_magic.virtual.engine import supplied
 
 ROOT = Path(__file__).parents[1]
 # gallery.md and magics.md are written when the documentation is built.
@@ -76,6 +77,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.chdir(tmp_path)
+    # What a page says of a value is said for that page.
+    monkeypatch.setattr(supplied, "_supplied", [])
     with clean_shell() as shell:
         yield shell
         with suppress(Exception), capture_output():

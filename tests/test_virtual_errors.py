@@ -261,6 +261,81 @@ def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: py
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cuda:1!",
         ),
         (
+            lambda: torch.mm(torch.zeros(3, 3), zeros(3, 3)),
+            "Expected all tensors to be on the same device, but got mat2 is on cuda:0, different from other tensors on cpu "
+            "(when checking argument in method wrapper_CUDA_mm)",
+        ),
+        (
+            lambda: torch.nn.Linear(4, 4, device="cpu")(zeros(2, 4)),
+            "Expected all tensors to be on the same device, but got mat1 is on cuda:0, different from other tensors on cpu "
+            "(when checking argument in method wrapper_CUDA_addmm)",
+        ),
+        (
+            lambda: F.embedding(zeros(2, dtype=torch.long), torch.zeros(4, 4)),
+            "Expected all tensors to be on the same device, but got index is on cuda:0, different from other tensors on cpu "
+            "(when checking argument in method wrapper_CUDA__index_select)",
+        ),
+        (
+            lambda: torch.stack([torch.zeros(2), zeros(2)]),
+            "Expected all tensors to be on the same device, but got tensors is on cuda:0, different from other tensors on cpu "
+            "(when checking argument in method wrapper_CUDA_cat)",
+        ),
+        (
+            lambda: zeros(3, 3).scatter_(0, torch.zeros(1, 3, dtype=torch.long), 1.0),
+            "Expected all tensors to be on the same device, but got index is on cpu, different from other tensors on cuda:0 "
+            "(when checking argument in method wrapper_CUDA_scatter__value)",
+        ),
+        (
+            lambda: torch.searchsorted(zeros(3), torch.zeros(3)),
+            "Expected all tensors to be on the same device, but got self is on cpu, different from other tensors on cuda:0 "
+            "(when checking argument in method wrapper_CUDA_Tensor_searchsorted)",
+        ),
+        (
+            lambda: zeros(3).clamp(torch.zeros(3)),
+            "Expected all tensors to be on the same device, but got min is on cpu, different from other tensors on cuda:0 "
+            "(when checking argument in method wrapper_CUDA_clamp_Tensor)",
+        ),
+        (
+            lambda: F.mse_loss(zeros(2, 3), torch.zeros(2, 3)),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: F.mse_loss(torch.zeros(2, 3), zeros(2, 3)),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: F.smooth_l1_loss(zeros(2), torch.zeros(2)),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: F.binary_cross_entropy(zeros(2), torch.zeros(2)),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: zeros(3).masked_fill(torch.zeros(3).bool(), 1.0),
+            "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
+        ),
+        (
+            lambda: F.scaled_dot_product_attention(zeros(1, 1, 2, 4), *[torch.zeros(1, 1, 2, 4)] * 2),
+            "Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cpu and "
+            "value.device: cpu instead.",
+        ),
+        (
+            lambda: setattr(zeros(2).requires_grad_(), "grad", torch.zeros(2)),
+            "attempting to assign a gradient with device type 'cpu' to a tensor with device type 'cuda'. Please ensure that the "
+            "gradient and the tensor are on the same device",
+        ),
+        (
+            lambda: F.embedding(zeros(2), zeros(3, 3)),
+            "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+            "torch.cuda.FloatTensor instead (while checking arguments for embedding)",
+        ),
+        (
+            lambda: torch.fft.fft(zeros(6, dtype=torch.float16)),
+            "cuFFT only supports dimensions whose sizes are powers of two when computing in half precision, but got a signal "
+            "size of[6]",
+        ),
+        (
             lambda: F.conv2d(torch.zeros(1, 2, 3, 3), zeros(1, 2, 3, 3)),
             "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
         ),

@@ -26,14 +26,19 @@ _ON_HOST = {
     "tensor_split": {"tensor_indices_or_sections"},
 }
 
-# (operator, argument) as CUDA's own kernels name them, where the outer operator only forwards the call.
-_FORWARDED = {"embedding": ("index", "_index_select")}
+# (argument, wrapper) as CUDA's own kernels name them, where the outer operator only forwards the call.
+_FORWARDED = {"embedding": ("index", "_index_select"), "_stack": ("tensors", "cat"), "stack": ("tensors", "cat")}
 
-# Kernels that are generated as structured ones: their wrapper has one underscore, all others have two.
+# Kernels that are generated as structured ones: an overload's name comes behind theirs, and before all others.
 _STRUCTURED = {
-    "mm", "addmm", "bmm", "baddbmm", "addmv", "gather", "scatter", "scatter_add", "index_add", "linalg_cross",
-    "nll_loss_forward", "cat",
+    "mm", "addmm", "bmm", "baddbmm", "addmv", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "index_add",
+    "index_add_", "linalg_cross", "nll_loss_forward", "cat", "clamp", "clamp_",
 }  # fmt: skip
+# What TensorIterator checks although PyTorch does not tag it as element-wise, and what is tagged so and checked by its wrapper
+# (``device_check`` in native_functions.yaml; seen on an H100 with 2.11).
+_BY_ELEMENTS = set(overloads("mse_loss smooth_l1_loss huber_loss binary_cross_entropy"))
+_BY_WRAPPER = set(overloads("clamp.Tensor clamp_.Tensor"))
+_FILLS = set(overloads("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"))
 
 
 def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = False) -> None:
@@ -47,16 +52,23 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
         _refuse_weight(*args[:2])
     host_names = _ON_HOST.get(func._schema.name.removeprefix("aten::"), ())
     named = [(name, tensor) for name, tensor in _named_tensors(func, args, kwargs) if name not in host_names]
-    on_device = [tensor.device for _, tensor in named if tensor.device.type == "cuda"]
-    for name, tensor in named:
-        if on_device and tensor.device != on_device[0] and not (tensor.dim() == 0 and tensor.device.type == "cpu"):
-            _refuse(func, name, tensor.device, on_device[0])
+    if any(tensor.device.type == "cuda" for _, tensor in named):
+        # (Of these the first says which device it should be.)
+        counting = [(name, tensor.device) for name, tensor in named if tensor.dim() or tensor.device.type != "cpu"]
+        for name, device in counting:
+            if device != counting[0][1]:
+                _refuse(func, name, device, counting[0][1])
     if sure:
-        devices = list(dict.fromkeys(str(tensor.device) for _, tensor in named))
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{' and '.join(devices[:2])}!"
-        )
+        _refuse_two(named)
+
+
+def _refuse_two(named: Any) -> NoReturn:
+    """In TensorIterator's words."""
+    devices = list(dict.fromkeys(str(tensor.device) for _, tensor in named))
+    devices.sort(key=lambda device: not device.startswith("cuda"))
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but found at least two devices, {' and '.join(devices[:2])}!"
+    )
 
 
 def is_device_mismatch(error: Exception) -> bool:
@@ -149,8 +161,13 @@ def in_cudas_words(error: Exception, func: Any, args: Any, kwargs: Any) -> Excep
         if type(hosts) in (RuntimeError, IndexError, ValueError) and not re.search(
             "cpu|not implemented|strides", str(hosts), re.I
         ):
+            hosts.args = (_HOST_TYPE.sub("torch.cuda.", str(hosts)),)
             return hosts.with_traceback(None)
     return error
+
+
+# (``torch.FloatTensor``: the host's arguments stand for a device's.)
+_HOST_TYPE = re.compile(r"\btorch\.(?=[A-Z][A-Za-z0-9]*Tensor\b)")
 
 
 def _cannot_multiply(func: Any, args: Any) -> bool:
@@ -204,14 +221,22 @@ def _scalar_name(dtype: torch.dtype) -> str:
     return _SCALAR_NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
-def _refuse(func: Any, name: str, odd: torch.device, common: torch.device) -> None:
+def _refuse(func: Any, name: str, odd: torch.device, common: torch.device) -> NoReturn:
     # Element-wise kernels are checked by TensorIterator, all others by the wrapper that PyTorch's build generates.
-    if torch.Tag.pointwise in getattr(func, "tags", ()):
+    if func in _FILLS:
         raise RuntimeError(
-            f"Expected all tensors to be on the same device, but found at least two devices, {common} and {odd}!"
+            f"expected self and mask to be on the same device, but got mask on {odd} and self on {common}"
         )
-    operator = func._schema.name.split("::")[-1]
-    wrapper = operator if operator in _STRUCTURED else f"_{operator}"
+    if func in _BY_ELEMENTS or (torch.Tag.pointwise in getattr(func, "tags", ()) and func not in _BY_WRAPPER):
+        # (Which names a card first.)
+        first, second = (odd, common) if common.type == "cpu" else (common, odd)
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, {first} and {second}!"
+        )
+    operator, overload = func._schema.name.split("::")[-1], func._schema.overload_name
+    wrapper = f"{overload}_{operator}"
+    if operator in _STRUCTURED:
+        wrapper = f"{operator}_{overload}" if overload else operator
     if operator in _FORWARDED:
         name, wrapper = _FORWARDED[operator]
     raise RuntimeError(

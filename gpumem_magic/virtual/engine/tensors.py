@@ -269,6 +269,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
     if isinstance(_asked, property):
         # (2.13.) The same without a step of Python's: each operator asks for it several times.
         fake_device = property(attrgetter("_fake_device"), _asked.fset)
+    del _asked
 
     # Whether results of operators on it are of its class, too: it is one of the program's own (`wrappers`).
     keeps_class = False
@@ -307,9 +308,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
-            if isinstance(error, RuntimeError) and error.args and "meta:" in str(error.args[0]):
+            if isinstance(error, RuntimeError) and error.args and "meta" in str(error.args[0]):
                 # C++ names the device that it was told of.
-                error.args = (_META_NAME.sub(r"cuda:\1", str(error.args[0])), *error.args[1:])
+                error.args = (_named_cuda(str(error.args[0])), *error.args[1:])
             raise (cut_below_c if is_a(func, _OF_C) else cut)(error)  # noqa: B904
 
     @classmethod
@@ -527,6 +528,12 @@ class plainly:
 
 
 _META_NAME = re.compile(r"\bmeta:(\d+)")
+
+
+def _named_cuda(text: str) -> str:
+    """An error's text with the device's name in place of that which C++ was told."""
+    return _META_NAME.sub(r"cuda:\1", text).replace("device type 'meta'", "device type 'cuda'")
+
 
 TYPE_NAMES = {
     torch.float32: "torch.cuda.FloatTensor",

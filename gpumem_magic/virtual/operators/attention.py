@@ -180,6 +180,11 @@ class Attention:
         enable_gqa: bool = False,
     ) -> torch.Tensor:
         """The operator itself, in terms of the kernels' own operators (which have derivatives)."""
+        if not query.device == key.device == value.device:
+            raise RuntimeError(
+                "Expected query, key, and value to have the same device type, but got query.device: "
+                f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
+            )
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)

@@ -15,6 +15,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 
 _NONE, _MEAN = 0, 1
 
@@ -54,6 +55,7 @@ def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     reduction = args[place] if len(args) > place else kwargs.get("reduction", _MEAN)
     if reduction == _NONE:
         return engine.run(func, args, kwargs, device)
+    refuse_mixed_devices(func, args, kwargs)
     return way(engine, args, reduction, device)
 
 
