@@ -241,6 +241,41 @@ def test_functional_transforms() -> None:
     assert filled.is_cuda
 
 
+@pytest.mark.parametrize("values", ["stand-in", "auto", "real"])
+def test_a_step_between_two_backward_passes_is_refused_as_on_a_card(values: str) -> None:
+    """The first pass's parameters are others then: what people meet who train a discriminator before its generator."""
+    gpu.turn_on(f"A100-40GB,values={values}")
+    for options, counts in (({}, True), ({"foreach": False}, True), ({"fused": True}, False)):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).cuda()
+        optimizer = torch.optim.Adam(model.parameters(), **options)
+        loss = model(rand(2, 4)).sum()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        if counts:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            # (Fused kernels do not say that they write: ATen/native/cuda/FusedAdamKernel.cu.)
+            loss.backward()
+
+
+def test_kernels_that_write_to_lists_count_as_on_a_card() -> None:
+    # `increment_version` in ATen/native/cuda/Foreach*.cu, which the last two have not.
+    x, y = [rand(3), rand(2)], [rand(3), rand(2)]
+    kernels: list[tuple[Callable[[], Any], int]] = [
+        (lambda: torch._foreach_add_(x, 1.0), 1),
+        (lambda: torch._foreach_copy_(x, y), 1),
+        (lambda: torch._foreach_addcdiv_(x, y, y), 1),
+        (lambda: torch._foreach_add(x, 1.0), 0),
+        (lambda: torch._foreach_zero_(x), 0),
+        (lambda: torch._foreach_lerp_(x, y, 0.5), 0),
+    ]
+    for kernel, by in kernels:
+        before = [tensor._version for tensor in x]
+        kernel()
+        assert [tensor._version for tensor in x] == [version + by for version in before]
+
+
 _FACTORIES: list[Callable[[torch.Tensor], torch.Tensor]] = [
     lambda x: torch.ones(256, device="cuda"),
     lambda x: torch.zeros(256, device=x.device),
