@@ -402,3 +402,19 @@ def test_a_build_for_the_host_says_what_pytorchs_wheel_for_the_card_comes_with()
     gpu.turn_off()
     assert torch.version.cuda is None
     assert torch.backends.cudnn.version() is None
+
+
+@pytest.mark.parametrize(("version", "each"), [("2.1", 2), ("2.11", 1), ("2.13", 0)])
+def test_a_capture_begins_with_the_two_numbers_of_a_generator(version: str, each: int) -> None:
+    """Each graph has its own before 2.4, all share them since; they go with the last graph. (2.13 does not begin with them.)"""
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    start = torch.cuda.memory_allocated()
+    graphs = [torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()]
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            pass
+    assert torch.cuda.memory_allocated() - start == each * 2 * 512
+    graph.reset()
+    assert torch.cuda.memory_allocated() - start == each * 2 * 512
+    del graph, graphs
+    assert torch.cuda.memory_allocated() == start

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.cuda.graphs
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from gpumem_magic.virtual.engine.device import MachineForTorch
 
 _ids = itertools.count(1)
+# Since when all graphs share a generator's numbers, and the last PyTorch of which it is known that a capture begins with them
+# (the wheels of 2.1, 2.6 and 2.11 over a runtime without a card; an H100 with 2.11). 2.13's asks for them later, if at all.
+_SHARED_FROM = (2, 4)
+_KNOWN_TO = (2, 11)
 
 
 def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int], int]) -> None:
@@ -34,6 +39,7 @@ def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int
 
         _machine = machine
         _stream_of = staticmethod(stream_of)
+        _numbers_of: ClassVar[weakref.WeakValueDictionary[int, _RandomNumbers]] = weakref.WeakValueDictionary()
 
     class MemPool(VirtualMemPool):
         """`torch.cuda.MemPool` on the devices of this machine."""
@@ -83,26 +89,39 @@ def graph_pool_handle() -> PoolId:
     return (0, next(_ids))
 
 
+class _RandomNumbers:
+    """A generator's seed and offset, which captured kernels read: a card has them as long as a graph is there
+    (`register_graph` in ``CUDAGeneratorImpl.cpp``)."""
+
+    def __init__(self, device: int) -> None:
+        self.held = [torch.empty(1, dtype=torch.long, device=torch.device("cuda", device)) for _ in range(2)]
+
+
 class Graph:
     """A captured graph: the memory of its private pool, and on a device that computes what is computed in each replay."""
 
     _machine: MachineForTorch
     _stream_of: Callable[[int], int]
+    _numbers_of: ClassVar[weakref.WeakValueDictionary[int, _RandomNumbers]]
+    """By device, while a graph of it is there."""
 
     def __init__(self, keep_graph: bool = False) -> None:
+        self._numbers: _RandomNumbers | None = None
         self._pool: PoolId | None = None
         self._device = 0
         self._captures = False
         self._tape: list[Any] = []
 
     def register_generator_state(self, generator: torch.Generator) -> None:
-        """Nothing to do: no replay draws. (The two numbers for which a card then takes 512 bytes each are not counted.)"""
+        """Nothing to do: no replay draws. (The two numbers for which a card then takes 512 bytes each are counted for the first
+        generator only.)"""
 
     def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
         if self._captures or self._pool is not None:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
         self._device = CURRENT.device
         self._pool = (next(_ids), 0) if pool is None else tuple(pool)  # type: ignore[assignment]
+        self._take_numbers()
         stream = self._stream_of(self._device)
         with self._machine.engine.lock:
             self._machine.devices[self._device].use()
@@ -113,6 +132,14 @@ class Graph:
         if isinstance(self._machine.engine, ComputingEngine):
             self._tape = self._machine.engine.tape = []
         CAPTURING.graphs += 1
+
+    def _take_numbers(self) -> None:
+        version = self._machine.engine.memory.torch_version(self._device)
+        if version > _KNOWN_TO:
+            return
+        shared = self._numbers_of.get(self._device) if version >= _SHARED_FROM else None
+        self._numbers = shared or _RandomNumbers(self._device)
+        self._numbers_of[self._device] = self._numbers
 
     def capture_end(self) -> None:
         if not self._captures or self._pool is None:
