@@ -418,3 +418,17 @@ def test_a_capture_begins_with_the_two_numbers_of_a_generator(version: str, each
     assert torch.cuda.memory_allocated() - start == each * 2 * 512
     del graph, graphs
     assert torch.cuda.memory_allocated() == start
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a build for a card has its own answer")
+def test_a_library_of_linear_algebra_can_be_preferred() -> None:
+    wanted = torch.backends.cuda.preferred_linalg_library
+    kinds = type(wanted())
+    assert wanted("magma") == kinds.Magma == wanted()
+    assert wanted(kinds.Cusolver) == kinds.Cusolver == wanted()
+    assert wanted("default") == kinds.Default == wanted()
+    with pytest.raises(RuntimeError, match="Unknown input value"):
+        wanted("lapack")
+    wanted("magma")
+    gpu.turn_off()
+    assert torch.backends.cuda.preferred_linalg_library() == kinds.Default

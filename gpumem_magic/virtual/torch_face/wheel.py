@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
+import torch.backends.cuda
 import torch.backends.cudnn
 
 # (It warns while it is imported where a build for a card lacks Triton; a build for the host needs none.)
@@ -23,3 +28,22 @@ def install(patches: Patches) -> None:
         patches.set(torch.version, "cuda", its.cuda)
         patches.set(torch.backends.cudnn, "version", lambda: its.cudnn)
         patches.set(torch.backends.cudnn, "is_available", lambda: True)
+        ask = torch.backends.cuda.preferred_linalg_library
+        patches.set(torch.backends.cuda, "preferred_linalg_library", _preferred(ask))
+
+
+def _preferred(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """A build for the host has neither MAGMA nor cuSOLVER, and refuses to prefer one. Which it is changes no count."""
+    chosen: list[Any] = []
+
+    @functools.wraps(ask)
+    def preferred_linalg_library(backend: Any = None) -> Any:
+        kinds = type(ask())
+        wanted = getattr(kinds, backend.capitalize(), None) if isinstance(backend, str) else backend
+        if backend is None or wanted in (kinds.Magma, kinds.Cusolver):
+            chosen[:] = [wanted] if wanted is not None else chosen
+            return chosen[0] if chosen else ask()
+        chosen.clear()
+        return ask(backend)
+
+    return preferred_linalg_library
