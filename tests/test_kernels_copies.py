@@ -373,3 +373,13 @@ def test_the_gradient_of_a_cross_entropy_s_target_is_worked_out_in_one_tensor() 
     size = 8 * 8 * 4
     # The input's gradient, and the target's, which is multiplied where it lies.
     assert made(lambda: out.backward(one)) == [size, size]
+
+
+@pytest.mark.parametrize("values", ["stand-in", "auto", "real"])
+def test_repetitions_are_added_up_also_where_their_number_is_known(values: str) -> None:
+    """As an H100 was asked for it: where each one's end, CUB's room for that, the places, and the result."""
+    gpu.turn_off()
+    gpu.turn_on(f"H100,torch=2.11,values={values}")
+    repeats, x = torch.tensor([2] * 100).to("cuda"), torch.zeros(100, 16, device="cuda")
+    assert made(lambda: x.repeat_interleave(repeats, dim=0)) == [800, 1279, 200 * 8, 200 * 16 * 4]
+    gpu.turn_off()

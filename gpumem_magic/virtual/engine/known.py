@@ -218,7 +218,7 @@ class KnownEngine(ComputingEngine):
             self._along = dim_of_size(func, args, kwargs)
         try:
             if ahead is not None and func is _aten.repeat_interleave.Tensor:
-                raise CannotRun
+                kwargs = {**kwargs, "output_size": ahead[1].shape[0]}
             out = super().perform(func, args, kwargs, device)
         except CannotRun:
             if ahead is None:

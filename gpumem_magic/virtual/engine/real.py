@@ -239,7 +239,8 @@ class RealEngine(ComputingEngine):
                 self._along = dim_of_size(func, args, kwargs)
             try:
                 if func is _aten.repeat_interleave.Tensor:
-                    raise CannotRun
+                    self._ahead = self._ahead or self._computed(func, args, kwargs, device)
+                    kwargs = {**kwargs, "output_size": self._ahead[1].shape[0]}
                 out = super().perform(func, args, kwargs, device)
             except CannotRun:
                 # What has no shape rule has a shape where it is computed.
