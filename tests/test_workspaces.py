@@ -140,6 +140,14 @@ def test_a_variable_says_whether_the_two_libraries_share_one(
     assert torch.cuda.memory_allocated() - start == WORKSPACE + (kept if kept == MIB else 0)
 
 
+def test_a_product_of_integers_has_none_of_cublaslts() -> None:
+    gpu.turn_on("A100-40GB,torch=2.11")
+    a = torch.ones(32, 32, dtype=torch.int8, device="cuda")
+    start = torch.cuda.memory_allocated()
+    product = torch._int_mm(a, a)
+    assert torch.cuda.memory_allocated() - start == product.nbytes + WORKSPACE
+
+
 def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     gpu.turn_on(KEEPS)

@@ -31,10 +31,13 @@ from gpumem_magic.virtual.card.models import FirstUses, GpuModel
 from gpumem_magic.virtual.engine.modes import STATE, origin
 
 # Products that go to cuBLASLt: always, and with a bias that the library adds.
-_LT = {*overloads("_scaled_mm _int_mm _scaled_mm.out _int_mm.out")}
+_LT = {*overloads("_scaled_mm _scaled_mm.out")}
 _WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out")}
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_OTHERS = {*overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out")}
+# (Those of integers go to cuBLASLt without one of its own: `int8_gemm` in ``CUDABlas.cpp``, and an H100 with 2.11.)
+_OTHERS = {
+    *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out")
+}
 _SEED_BYTES = 8
 # Of one thread's random numbers in cuDNN (`cudnnDropoutGetStatesSize`).
 _STATE_BYTES = 24
