@@ -2,12 +2,13 @@
 
 It starts after every line of a training loop, so it imports nothing but `sys` and `time`, neither torch nor the rest of
 this package; `smi.py` copies it and its words (`smi_script.txt`) beside the state file that it reads. Layout and words are
-those of driver 550's nvidia-smi; the head of the table says that the GPU is virtual. What an emulated GPU does not have
+those of driver 580's nvidia-smi; the head of the table says that the GPU is virtual. What an emulated GPU does not have
 (temperature, power, clocks, load) is N/A. The table of processes stays empty, as in a Colab container, so that
 `nvidia-smi | grep MiB` prints one line a GPU.
 
 Sizes are whole MiB, cut off and not rounded, as nvidia-smi does (a P100's 17,071,734,784 bytes are 16280.9 MiB; it shows
-16280MiB). Exit statuses: 0; 2 bad option or field; 3 not available on a virtual GPU; 6 no such GPU; 9 the virtual GPU is off.
+16280MiB). Exit statuses: 0; 2 bad value or field; 3 not available on a virtual GPU; 6 no such GPU; 9 the virtual GPU is off;
+255 no such option.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def table(gpus: list[Gpu]) -> str:
         line,
         # The version's place says whose program this is; the rest of the line is as programs expect it.
         f"| NVIDIA-SMI {'virtual (gpumem_magic)':<23}Driver Version: {DRIVER_VERSION:<15}CUDA Version: {CUDA_VERSION:<9}|",
-        f"|{parts[1:]}",
+        parts,
         row(" GPU  Name                 Persistence-M ", " Bus-Id          Disp.A ", " Volatile Uncorr. ECC "),
         row(" Fan  Temp   Perf          Pwr:Usage/Cap ", "           Memory-Usage ", " GPU-Util  Compute M. "),
         row("", "", "              MIG M. "),
@@ -120,10 +121,10 @@ def table(gpus: list[Gpu]) -> str:
             parts,
         ]
     rows += [
-        " " * whole,
+        "",
         line,
         f"|{' Processes:':<{whole}}|",
-        f"|{'  GPU   GI   CI        PID   Type   Process name':<78}{'GPU Memory':<11}|",
+        f"|{'  GPU   GI   CI              PID   Type   Process name':<78}{'GPU Memory':<11}|",
         f"|{'        ID   ID':<78}{'Usage':<11}|",
         f"|{'=' * whole}|",
         f"|{'  No running processes found':<{whole}}|",
@@ -143,7 +144,7 @@ def details(gpus: list[Gpu], sections: list[str]) -> str:
     """`-q`: everything, or the sections asked for with `-d`."""
 
     def entry(depth: int, label: str, value: object) -> str:
-        return f"{' ' * (4 * depth) + label:<42}: {value}"
+        return f"{' ' * (4 * depth) + label:<55}: {value}"
 
     rows = [
         "",
@@ -255,7 +256,7 @@ def parse(arguments: list[str]) -> dict[str, str]:
         if name in WORDS["elsewhere"]:
             raise Stop(f"'{name}' is not available on a virtual GPU.\n", 3)
         if name not in OPTIONS or (equals and not OPTIONS[name][1]):
-            raise Stop(f"ERROR: Option {argument} is not recognized. Please run 'nvidia-smi -h' for help.\n", 2)
+            raise Stop(f"ERROR: Option {argument} is not recognized. Please run 'nvidia-smi -h'.\n", 255)
         key, takes_value = OPTIONS[name]
         if takes_value and not equals:
             if left and not left[0].startswith("-"):
@@ -296,11 +297,10 @@ def chosen(gpus: list[Gpu], ids: str | None) -> list[Gpu]:
 
 
 def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> str:
-    if "format" not in options:
-        raise Stop("\"--format=\" switch is missing. Please run 'nvidia-smi -h' for help.\n", 2)
-    form = {part.strip() for part in options["format"].split(",")}
+    given = options.get("format", "csv")
+    form = {part.strip() for part in given.split(",")}
     if "csv" not in form or form - {"csv", "noheader", "nounits"}:
-        raise Stop(f"Invalid format: {options['format']}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
+        raise Stop(f"Invalid format: {given}; write csv, csv,noheader or csv,noheader,nounits\n", 2)
     header = first and "noheader" not in form
     if "query-compute-apps" in options:
         fields = query_fields(options["query-compute-apps"], APP_ALIASES, WORDS["process fields"])
