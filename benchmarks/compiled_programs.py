@@ -627,6 +627,8 @@ def checkpoint_policy() -> Step:
 
 @program
 def budget() -> Step:
+    import torch._functorch.config
+
     torch._functorch.config.activation_memory_budget = 0.5
     model = GPT(words=8000).to(GPU)
     ids = text(words=8000)

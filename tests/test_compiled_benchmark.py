@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import lzma
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +15,14 @@ from typing import Any
 import pytest
 
 KIB = 1 << 10
+ROOT = Path(__file__).parents[1]
+RECORDED = sorted(Path(__file__).with_name("data").joinpath("compiled").glob("*.xz"))
 
 
 @pytest.fixture(scope="module")
 def compared() -> Iterator[Any]:
     """The module, which lies beside the package."""
-    folder = str(Path(__file__).parents[1] / "benchmarks")
+    folder = str(ROOT / "benchmarks")
     sys.path.insert(0, folder)
     yield importlib.import_module("compiled_compared")
     sys.path.remove(folder)
@@ -78,3 +82,29 @@ def test_steps_are_compared_allocation_by_allocation(tmp_path: Path, compared: A
 def test_what_failed_on_the_card_is_said(tmp_path: Path, compared: Any) -> None:
     failed = compared.read(saved(tmp_path, 512, error="RuntimeError: no"))
     assert "on the card RuntimeError: no" in compared.line(failed, failed)
+
+
+@pytest.mark.parametrize("recorded", RECORDED, ids=lambda path: path.stem)
+def test_later_steps_are_those_of_a_real_h100(recorded: Path, tmp_path: Path, compared: Any) -> None:
+    """Recorded on 26 November 2026 (driver 580.159, PyTorch 2.11, CUDA 13.0), without the stacks; each allocation of what the
+    compiler of the installed version makes, and where it is freed."""
+    here = tmp_path / recorded.name
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / "compiled_programs.py",
+        recorded.stem,
+        here,
+        "--device",
+        "H100,torch=2.11",
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    real, virtual = compared.read(recorded), compared.read(here)
+    assert real.libraries["device"] == "NVIDIA H100 80GB HBM3"
+    for step in ("step 2", "step 3", "step 4"):
+        found = compared.compared(real.parts[step], virtual.parts[step])
+        assert len(found.pairs) == len(found.a) == len(found.b) == found.exact == found.freed_alike > 0
+        keys = ("allocated", "max_allocated", "reserved")
+        assert [virtual.parts[step].figures[key] for key in keys] == [real.parts[step].figures[key] for key in keys]
