@@ -350,3 +350,17 @@ def test_a_leaf_copies_rows_that_do_not_lie_plainly() -> None:
     table = torch.nn.Embedding(100, 16, sparse=True, device="cuda")
     rows = table(torch.arange(10, device="cuda")).sum()
     assert made(rows.backward) == [4, 640, 80]
+
+
+def test_a_product_with_a_dense_matrix_sorts_the_elements_first_where_they_are_not() -> None:
+    # s_addmm_out_sparse_dense_cuda, as a real H100 was asked for (PyTorch 2.11): zeros to add to, and the result; where the
+    # elements are not sorted, `coalesce`, whose values and places come last; rows in compressed form, both in 32 bits,
+    # the result by columns.
+    scattered = torch.sparse_coo_tensor(torch.randint(0, 50, (2, 200)), torch.ones(200), (50, 50)).cuda()
+    dense = torch.ones(50, 16, device="cuda")
+    inside = [4 * 51, 4 * 200, 4 * 200, 3200]
+    asked = made(lambda: torch.sparse.mm(scattered, dense))
+    assert asked[:5] == [3200, 3200, 1600, 1600, 1600]
+    assert asked[-6:] == [4 * 200, 2 * 8 * 200, *inside]
+    ordered = torch.sparse_coo_tensor(torch.arange(50).repeat(2, 1), torch.ones(50), (50, 50)).coalesce().cuda()
+    assert made(lambda: torch.sparse.mm(ordered, dense)) == [3200, 3200, 4 * 51, 4 * 50, 4 * 50, 3200]
