@@ -501,3 +501,17 @@ def test_the_innermost_phase_is_the_one_that_a_plain_search_finds(steps: list) -
         assert map_.at_event(event) == max(around, key=lambda phase: phase.order, default=None)
         later = [phase.start for phase in phases if phase.start > event]
         assert map_.next_start(event) == min(later, default=None)
+
+
+def test_what_a_loss_keeps_of_its_shares_is_no_input() -> None:
+    """`mse_loss` makes its result in the input's size and shrinks it: the memory stays (``Loss.cpp``). The first loss of all, of
+    which no backward is known yet, too, as on a real GPU."""
+    with notebook("H100,torch=2.11") as book:
+        book.cell("model = torch.nn.Linear(1024, 1024).cuda()\nx = torch.randn(2048, 1024, device='cuda')")
+        report = book.measured("loss = torch.nn.functional.mse_loss(model(x), x)\nloss.backward()")
+    rows = {row.line: row.categories for row in report.checkpoints if row.kind == "statement"}
+    # The model's output goes with the backward.
+    assert [(rows[line]["inputs"], rows[line]["activations"]) for line in (2, 3)] == [
+        (8 * MIB, 16 * MIB),
+        (8 * MIB, 8 * MIB),
+    ]

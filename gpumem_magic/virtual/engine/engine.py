@@ -372,6 +372,11 @@ class Engine:
             finally:
                 self._under_way = self._answer = None
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an operator that is recorded is being performed."""
+        return self._under_way is not None
+
     def refuse_overwritten(self, *arguments: Any) -> None:
         """Raises what PyTorch says of a CUDA graph's result whose memory a later run has taken."""
         __tracebackhide__ = True

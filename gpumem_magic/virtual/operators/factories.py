@@ -302,7 +302,7 @@ class Factories:
         given = (*args, *kwargs.values())
         # (`torch.func`'s `grad` and `jvp` wrap what is made inside them.)
         if _transforms() or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
-            with origin("factory"), pushed(self._engine.mode):
+            with origin(self._origin()), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
         kwargs.pop("pin_memory", None)
         on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
@@ -310,7 +310,7 @@ class Factories:
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
         meta = self._meta(original, args, kwargs)
         name = getattr(original, "__name__", "")
-        with self._engine.uninterrupted, self._engine.lock, origin("factory"):
+        with self._engine.uninterrupted, self._engine.lock, origin(self._origin()):
             made = self._engine.wrap(meta, index, name)
             if name == "randperm":
                 hold_for_shuffle(self._engine, index, made)
@@ -321,6 +321,10 @@ class Factories:
         else:
             self._engine.fill(made, FactoryCall(original, args, on_host), index)
         return made
+
+    def _origin(self) -> str:
+        """What an operator's rule makes for itself is that operator's, and no data of the program's."""
+        return STATE.origin if self._engine.is_under_way else "factory"
 
     def _meta(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on the meta device: by what it gave before, as PyTorch has some of these in Python."""
