@@ -55,13 +55,37 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     product = _product(call, capability, version, tf32)
     if product is not None:
         return product
+    copies = _copied(call, capability, version, tf32)
+    if capability != (9, 0) or version < _FIRST_THAT_ANSWERS:
+        return copies
+    return copies + _beside_copies(call, copies, tf32)
+
+
+def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int:
     if call.dtype == torch.float32:
         return _in_tf32(call, capability) if _runs_in_tf32(capability, tf32) else _in_float32(call, capability)
-    if call.last or not _has_tensor_cores(call.dtype, capability):
+    if not _has_tensor_cores(call.dtype, capability):
         return 0
+    if call.last:
+        return _of_odd_channels(call) if capability == (9, 0) and version >= _FIRST_THAT_ANSWERS else 0
     if version < _FIRST_THAT_ANSWERS or capability == (7, 0):
         return _in_channels_last(call)
     return _in_half_precision(call)
+
+
+def _beside_copies(call: Convolution, copies: int, tf32: bool) -> int:
+    """What Hopper's plans have beside copies: copies begin at multiples of 16 bytes, and where there are more tiles of results
+    than multiprocessors, these go from one to the next by an order that takes 131 bytes more.
+
+    On an H100 (cuDNN 9.19, 50,000 calls) the size in the allocator is the very one in 68 % with it, and in 49 % without.
+    """
+    aligned = _ALIGNMENT if copies else 0
+    half = call.dtype in (torch.float16, torch.bfloat16)
+    if call.way == "weight" or not (copies or call.last) or not (half or tf32):
+        return aligned
+    side = call.coarse if call.way == "forward" else call.fine
+    tiles = ceil(side[0] * prod(side[2:]) / _TILE[0]) * ceil(side[1] / _TILE[1])
+    return aligned + (_ORDER_OF_TILES if tiles > _MULTIPROCESSORS else 0)
 
 
 def _runs_in_tf32(capability: tuple[int, int], tf32: bool) -> bool:
@@ -115,6 +139,11 @@ _BLOCK = 128
 _BLOCKS_AT_ONCE = 80
 _SUMMANDS_OF_A_BLOCK = 1024
 _CHANNELS_TOGETHER = 4
+_CHANNELS_OF_AN_IMAGE = 4
+_ALIGNMENT = 16
+_ORDER_OF_TILES = 131
+_TILE = (256, 128)
+_MULTIPROCESSORS = 132
 _CUDNN_9 = 90000
 _BLAS_WORKSPACE_OF_8_9 = 128 * MIB
 
@@ -229,6 +258,18 @@ def _in_half_precision(call: Convolution) -> int:
     if call.way == "forward" and given < _FEW_CHANNELS_IN_HALF and prod(call.kernel) < _LARGE_KERNEL:
         return 0
     return fine + weight + coarse
+
+
+def _of_odd_channels(call: Convolution) -> int:
+    """With the channels last nothing needs a copy but what has not eight of them, or a multiple, and then the weight, too. An
+    image is read as it is."""
+    if prod(call.kernel) == 1:
+        return 0
+    sides = [shape for shape in (call.fine, call.coarse) if shape[1] % 8]
+    if not sides or (call.way == "forward" and sides == [call.fine] and call.fine[1] <= _CHANNELS_OF_AN_IMAGE):
+        return 0
+    fine, weight, coarse = _copies(call, 8)
+    return weight + (fine if call.fine in sides else 0) + (coarse if call.coarse in sides else 0)
 
 
 def _in_channels_last(call: Convolution) -> int:
