@@ -501,8 +501,9 @@ GUILTY += [
         "kept_graphs",
         (
             "def train():\n    cell = torch.nn.LSTM(256, 512).cuda()\n    x = torch.randn(64, 64, 256, device='cuda')\n"
-            "    h, optimizer = None, torch.optim.SGD(cell.parameters())\n    for _ in range(400):\n        out, h = cell(x, h)\n"
-            "        out.mean().backward(retain_graph=True)\n        optimizer.step()",
+            "    h, scale = None, torch.nn.Parameter(torch.ones((), device='cuda'))\n    optimizer = torch.optim.SGD([scale])\n"
+            "    for _ in range(400):\n        out, h = cell(x, h)\n        (out.mean() + scale).backward(retain_graph=True)\n"
+            "        optimizer.step()",
             "train()",
         ),
         "carries the graph on from each iteration to the next",
