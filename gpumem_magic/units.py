@@ -9,6 +9,11 @@ MIB = 1 << 20
 GIB = 1 << 30
 
 
+def round_up(number: int, step: int) -> int:
+    """The next multiple of `step`, or the number itself."""
+    return -(-number // step) * step
+
+
 def mib(size: int, *, signed: bool = False) -> str:
     """`size` bytes as whole MiB with thousands separators: ``3,769`` (no unit; the column's head says MiB)."""
     return f"{round(size / MIB):{'+' if signed else ''},}"

@@ -71,6 +71,18 @@ OPERATORS: dict[str, Operator] = {
 }  # fmt: skip
 
 
+class Seen(TorchDispatchMode):
+    """A mode of the program's: `seen` has the operators that came by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def the_long_way() -> Iterator[None]:
     """Inside, nothing that was met before shortens an operator's way."""
@@ -345,16 +357,9 @@ def test_a_number_is_read_at_once_unless_somebody_looks_on(machine: gpu.VirtualM
     assert view.item() == 4.0
     with pytest.raises(RuntimeError, match="with 2 elements cannot be converted to Scalar"):
         torch.ones(2, device="cuda").item()
-    seen = []
-
-    class Counts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Counts():
+    with Seen() as mode:
         assert x.item() == 3.0
-    assert torch.ops.aten._local_scalar_dense.default in seen
+    assert torch.ops.aten._local_scalar_dense.default in mode.seen
     assert complex(torch.tensor(1 + 2j, device="cuda").conj()) == 1 - 2j
 
 
@@ -432,16 +437,9 @@ def test_modes_transforms_and_traces_see_every_operator(machine: gpu.VirtualMach
         x @ y, x.sum()
     with torch.autocast("cuda", dtype=torch.float16):
         assert (x @ y).dtype == torch.float16
-    seen = []
-
-    class Counts(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Counts():
+    with Seen() as mode:
         x.sum()
-    assert seen == [torch.ops.aten.sum.default]
+    assert mode.seen == [torch.ops.aten.sum.default]
     assert torch.func.vmap(lambda row: row.sum())(x).tolist() == [4.0] * 4
     assert torch.func.jvp(lambda a: a.sum(), (x,), (y,))[1].item() == 16.0
     with torch.autograd.forward_ad.dual_level():

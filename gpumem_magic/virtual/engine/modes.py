@@ -191,6 +191,20 @@ def made_plainly(make: Callable[..., _Made], /, *args: Any, **kwargs: Any) -> _M
         STATE.depth -= 1
 
 
+class ThreadFlag(threading.local):
+    """Whether something is under way in this thread."""
+
+    is_up = False
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        before, self.is_up = self.is_up, True
+        try:
+            yield
+        finally:
+            self.is_up = before
+
+
 @contextmanager
 def origin(kind: str) -> Iterator[None]:
     """What this thread allocates inside is noted as `kind`."""

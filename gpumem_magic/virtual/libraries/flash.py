@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.units import round_up
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.libraries.loading import replace_function
 
@@ -54,9 +55,9 @@ class Flash(torch.autograd.Function):
         results = tuple(torch.empty_like(tensor) for tensor in inputs)
         query, key, _ = _parts(inputs)
         heads, size = query.shape[-2:]
-        size = _up(size, 32 if size <= 128 else 64)
+        size = round_up(size, 32 if size <= 128 else 64)
         if ctx.lengths.sequences is None:
-            rows: tuple[int, ...] = (query.shape[0], _up(query.shape[1], _ROWS))
+            rows: tuple[int, ...] = (query.shape[0], round_up(query.shape[1], _ROWS))
         else:
             rows = (query.shape[0] + _ROWS * ctx.lengths.sequences,)
         row_sums = query.new_empty((*rows, heads), dtype=torch.float32)
@@ -83,10 +84,6 @@ def _parts(inputs: Any) -> Any:
     if len(inputs) == 1:
         return inputs[0].unbind(-3)
     return inputs if len(inputs) == 3 else (inputs[0], *inputs[1].unbind(-3))
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def attend(lengths: Lengths, *inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,7 @@ asks for.
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -31,6 +29,7 @@ from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.modes import ThreadFlag
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 
@@ -192,7 +191,7 @@ class Attention:
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, gpu.version)
         if kernel == MATH:
-            with _masked_in_place():
+            with _MASKING.raised():
                 return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
                     query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
                 )[0]
@@ -230,27 +229,13 @@ class Attention:
         )
 
 
-class _Masking(threading.local):
-    """Whether this thread is in the math path, where C++ adds a mask to the scores in place, but for subclasses of tensors."""
-
-    within = False
-
-
-_MASKING = _Masking()
-
-
-@contextmanager
-def _masked_in_place() -> Iterator[None]:
-    before, _MASKING.within = _MASKING.within, True
-    try:
-        yield
-    finally:
-        _MASKING.within = before
+# Up in the math path, where C++ adds a mask to the scores in place, but for subclasses of tensors.
+_MASKING = ThreadFlag()
 
 
 def is_mask_added(args: Any) -> bool:
     """Whether a sum is that of scores and a mask in the math path."""
-    return _MASKING.within and len(args) == 2 and isinstance(args[1], VirtualTensor)
+    return _MASKING.is_up and len(args) == 2 and isinstance(args[1], VirtualTensor)
 
 
 def _first_of(results: Sequence[Any]) -> Any:

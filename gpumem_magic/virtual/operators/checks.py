@@ -9,9 +9,7 @@ tolerance. Who reads the answer reads a stand-in, and its line is listed.
 from __future__ import annotations
 
 import operator
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,28 +19,13 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.modes import STATE, ThreadFlag
 from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
-
-class _Holding(threading.local):
-    """Whether this thread is in a check of which it is known what comes of it, and need not be guessed."""
-
-    now = False
-
-
-_HOLDING = _Holding()
-
-
-@contextmanager
-def holding() -> Iterator[None]:
-    """What is asked to be true of all elements meanwhile is, unless the values are known."""
-    before, _HOLDING.now = _HOLDING.now, True
-    try:
-        yield
-    finally:
-        _HOLDING.now = before
+HOLDING = ThreadFlag()
+"""Up where it is known what comes of a check, which need not be guessed: what is asked to be true of all elements is, unless the
+values are known."""
 
 
 def _below(left: Any, right: Any) -> bool:
@@ -151,7 +134,7 @@ _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.def
 @special(*_ALL, _aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default, plain=_says_nothing)
 def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.run(func, args, kwargs, device)
-    if _HOLDING.now and func in _ALL and isinstance(out, VirtualTensor) and values.exact(out) is None:
+    if HOLDING.is_up and func in _ALL and isinstance(out, VirtualTensor) and values.exact(out) is None:
         with torch._C._DisableTorchDispatch():
             engine.guess(out, torch.ones(out.shape, dtype=torch.bool), sure=True)
     elif _is_check(args[0]):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from gpumem_magic.units import round_up
 from gpumem_magic.virtual.engine.engine import Engine
 
 # Of CUB: tile states of one word are aligned twice from here on, and policies for cards newer than 9.0 came.
@@ -62,7 +63,7 @@ _DIGITS_AT_ONCE = 8
 
 def blob(*parts: int) -> int:
     """One block for parts that each start at a multiple of 256."""
-    return 255 + sum(_up(part, 256) for part in parts)
+    return 255 + sum(round_up(part, 256) for part in parts)
 
 
 class Cub(NamedTuple):
@@ -218,10 +219,6 @@ def cub_of(engine: Engine, device: int) -> Cub:
 def _memory_bound(items: int, item: int) -> int:
     """Items of a thread, where a policy counts those of four bytes."""
     return max(1, min(items * 4 // item, items * 2))
-
-
-def _up(number: int, step: int) -> int:
-    return _parts(number, step) * step
 
 
 def _parts(number: int, size: int) -> int:

@@ -33,7 +33,7 @@ import torch
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
-from gpumem_magic.units import MIB
+from gpumem_magic.units import MIB, round_up
 from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import Version, is_rocm, parse_version, wheels
 from gpumem_magic.virtual.engine.memory import Convolution
@@ -56,9 +56,12 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     if product is not None:
         return product
     copies = _copied(call, capability, version, tf32)
-    if capability != (9, 0) or version < _FIRST_THAT_ANSWERS:
-        return copies
-    return copies + _beside_copies(call, copies, tf32)
+    return copies + (_beside_copies(call, copies, tf32) if _is_as_recorded(capability, version) else 0)
+
+
+def _is_as_recorded(capability: tuple[int, int], version: Version) -> bool:
+    """Whether it is what was recorded on an H100."""
+    return capability == (9, 0) and version >= _FIRST_THAT_ANSWERS
 
 
 def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int:
@@ -67,7 +70,7 @@ def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf
     if not _has_tensor_cores(call.dtype, capability):
         return 0
     if call.last:
-        return _of_odd_channels(call) if capability == (9, 0) and version >= _FIRST_THAT_ANSWERS else 0
+        return _of_odd_channels(call) if _is_as_recorded(capability, version) else 0
     if version < _FIRST_THAT_ANSWERS or capability == (7, 0):
         return _in_channels_last(call)
     return _in_half_precision(call)
@@ -80,8 +83,8 @@ def _beside_copies(call: Convolution, copies: int, tf32: bool) -> int:
     On an H100 (cuDNN 9.19, 50,000 calls) the size in the allocator is the very one in 68 % with it, and in 49 % without.
     """
     aligned = _ALIGNMENT if copies else 0
-    half = call.dtype in (torch.float16, torch.bfloat16)
-    if call.way == "weight" or not (copies or call.last) or not (half or tf32):
+    on_tensor_cores = tf32 or _has_tensor_cores(call.dtype, (9, 0))
+    if call.way == "weight" or not (copies or call.last) or not on_tensor_cores:
         return aligned
     side = call.coarse if call.way == "forward" else call.fine
     tiles = ceil(side[0] * prod(side[2:]) / _TILE[0]) * ceil(side[1] / _TILE[1])
@@ -116,11 +119,7 @@ def _fused_winograd(call: Convolution) -> int:
     given, made = call.fine[1], call.coarse[1]
     if call.way == "input":
         given, made = made, given
-    return 4 * (_FUSED_VALUES * _padded(given, 8) * _padded(made, 32) + given * made * prod(call.kernel) + made)
-
-
-def _padded(channels: int, multiple: int) -> int:
-    return -(-channels // multiple) * multiple
+    return 4 * (_FUSED_VALUES * round_up(given, 8) * round_up(made, 32) + given * made * prod(call.kernel) + made)
 
 
 _FEW_CHANNELS = 16
@@ -152,7 +151,7 @@ def _copies(call: Convolution, multiple: int) -> tuple[int, int, int]:
     """Bytes of the two sides and the weight between them, with channels in such multiples."""
 
     size = call.dtype.itemsize
-    given, made = _padded(call.fine[1], multiple), _padded(call.coarse[1], multiple)
+    given, made = round_up(call.fine[1], multiple), round_up(call.coarse[1], multiple)
     fine, coarse = (
         shape[0] * channels * prod(shape[2:]) * size for shape, channels in ((call.fine, given), (call.coarse, made))
     )

@@ -12,6 +12,8 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import repeat
 
+from gpumem_magic.units import round_up
+
 _HEAD = 128
 # (Rows, elements) of eigenvectors: by dividing and by Jacobi's way; of singular values by Jacobi's.
 _SYEVD = (
@@ -37,12 +39,12 @@ def is_known(capability: tuple[int, int], version: tuple[int, int]) -> bool:
 
 
 def getrf(rows: int) -> int:
-    parts = _up(rows, 32) // 32
+    parts = round_up(rows, 32) // 32
     return 256 * (parts + 1 + min(16, 1 << (parts - 1).bit_length()))
 
 
 def potrf(rows: int) -> int:
-    return _up(4 * (_up(rows, 32) // 32) ** 2 + _HEAD, 32)
+    return round_up(4 * (round_up(rows, 32) // 32) ** 2 + _HEAD, 32)
 
 
 def geqrf(columns: int, item: int) -> int:
@@ -52,8 +54,8 @@ def geqrf(columns: int, item: int) -> int:
 def orgqr(rows: int, reflections: int, item: int) -> int:
     if reflections >= 128:
         return (128 * rows + 256 * reflections + 16640) * item
-    more = _up((reflections - 64) * reflections, 32) if reflections >= 96 else 0
-    return (33024 + _up(rows * reflections, 32) + more) * item
+    more = round_up((reflections - 64) * reflections, 32) if reflections >= 96 else 0
+    return (33024 + round_up(rows * reflections, 32) + more) * item
 
 
 def sytrf(rows: int, item: int) -> int:
@@ -74,10 +76,6 @@ def gesvdj(rows: int, columns: int, item: int) -> int:
     if max(rows, columns) <= _SMALL:
         return _SMALLEST_GESVDJ * item
     return _between(_GESVDJ, rows) * item if rows == columns else geqrf(min(rows, columns), item) + _HEAD
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 def _between(table: Sequence[tuple[int, int]], rows: int) -> int:

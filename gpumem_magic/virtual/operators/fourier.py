@@ -58,6 +58,11 @@ def work_area(lengths: Sequence[int], batch: int, size: int, is_real: bool) -> i
     return batch * length * size if length > limit else 0
 
 
+def _room(lengths: Sequence[int], numbers: int, size: int, is_real: bool) -> int:
+    """The work area of as many transforms of those lengths as a tensor of so many numbers has."""
+    return work_area(lengths, numbers // max(1, prod(lengths)), size, is_real)
+
+
 def _largest_prime(number: int) -> int:
     largest, factor = 1, 2
     while factor * factor <= number:
@@ -119,8 +124,7 @@ class _Lying:
             lengths = [self.shape[dim] for dim in along]
             numbers = prod(self.shape)
             copied = size if self.is_copied(along) else 0
-            batch = numbers // max(1, prod(lengths))
-            found.append((copied, work_area(lengths, batch, size // max(1, numbers), is_real=False)))
+            found.append((copied, _room(lengths, numbers, size // max(1, numbers), is_real=False)))
             del left[-_MOST_AT_ONCE:]
         return found
 
@@ -185,7 +189,7 @@ def _from_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     along = dims if at_once else dims[-1:]
     lengths, complex_size = [source.shape[dim] for dim in along], 2 * source.element_size()
     first = lying.is_copied(along, half if onesided or not at_once else whole)
-    room = work_area(lengths, source.numel() // max(1, prod(lengths)), complex_size, is_real=True)
+    room = _room(lengths, source.numel(), complex_size, is_real=True)
     steps = [(bytes_of(source) if first else 0, room)]
     numbers = source.numel() // max(1, whole)
     if not at_once:
@@ -208,7 +212,7 @@ def _to_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     steps = [] if at_once else lying.steps(dims[:-1], size)
     along = dims if at_once else dims[-1:]
     lengths = [out.shape[dim] for dim in along]
-    room = work_area(lengths, out.numel() // max(1, prod(lengths)), source.element_size(), is_real=True)
+    room = _room(lengths, out.numel(), source.element_size(), is_real=True)
     with engine.scratch(device, size):
         with engine.scratch(device, size if len(steps) > 1 else 0):
             for step in steps:

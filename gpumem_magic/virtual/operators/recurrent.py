@@ -24,7 +24,7 @@ import torch.backends.cudnn.rnn as cudnn_rnn
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.units import MIB
+from gpumem_magic.units import MIB, round_up
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -79,7 +79,7 @@ class Sizes:
         if version < _AS_RECORDED_FROM:
             return kept
         bits = self.padded * self.hidden * self.directions**2 if self.dropout else 0
-        return _aligned(kept) + _HEAD + (self.layers - 1) * _aligned(-(-bits // 8))
+        return round_up(kept, _ALIGNMENT) + _HEAD + (self.layers - 1) * round_up(-(-bits // 8), _ALIGNMENT)
 
     def workspace(self, version: tuple[int, int]) -> int:
         """Bytes that a call holds while it runs."""
@@ -105,10 +105,6 @@ class Sizes:
             own = 17 if self.mode == _GRU else 12
             return of_steps * (own * self.hidden + 2 * width + max(self.hidden, width)) + 6 * of_batch
         return of_steps * ((16 if self.mode == _GRU else 6) * self.hidden + width) + 4 * of_batch
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class _CastFlat(torch.autograd.Function):

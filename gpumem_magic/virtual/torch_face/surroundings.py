@@ -65,11 +65,11 @@ def _distributions(patches: Patches) -> None:
     init, validate = kind.__init__, kind._validate_sample
 
     def checked_init(self: Any, batch_shape: Any = (), event_shape: Any = (), validate_args: Any = None) -> None:
-        with checks.holding():
+        with checks.HOLDING.raised():
             init(self, torch.Size(batch_shape), torch.Size(event_shape), validate_args)
 
     def checked_sample(self: Any, value: torch.Tensor) -> None:
-        with checks.holding():
+        with checks.HOLDING.raised():
             validate(self, value)
 
     patches.set(kind, "__init__", checked_init)
