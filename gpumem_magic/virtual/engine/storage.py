@@ -68,6 +68,8 @@ class StorageTable:
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
         self._weakly: dict[int, Any] = {}
+        # Whether the allocator is in the midst of something: a signal's handler or a `__del__` may ask for figures there.
+        self._at_work = False
         self.holds_overwritten = False
 
     def __len__(self) -> int:
@@ -78,17 +80,30 @@ class StorageTable:
         return {(one.device, one.address): one.module for one in self._placements.values() if one.module}
 
     def drain(self) -> None:
-        """Frees what ended since the last time."""
-        while self._ended:
-            watch = self._ended.popleft()
-            placement = self._placements.get(watch.key)
-            if placement is not None and placement.watch is watch:
-                del self._placements[watch.key]
-                if placement.nbytes:
-                    self._free(placement.device, placement.address)
-        if self._weakly:
-            for key in [key for key, reference in self._weakly.items() if reference.expired()]:
-                self._expired(key)
+        """Frees what ended since the last time; in the midst of another call that waits for the next."""
+        if self._at_work:
+            return
+        self._at_work = True
+        try:
+            while self._ended:
+                watch = self._ended.popleft()
+                placement = self._placements.get(watch.key)
+                if placement is not None and placement.watch is watch:
+                    del self._placements[watch.key]
+                    if placement.nbytes:
+                        self._free(placement.device, placement.address)
+            if self._weakly:
+                for key in [key for key, reference in self._weakly.items() if reference.expired()]:
+                    self._expired(key)
+        finally:
+            self._at_work = False
+
+    def _take(self, device: int, nbytes: int) -> int:
+        self._at_work = True
+        try:
+            return self._malloc(device, nbytes)
+        finally:
+            self._at_work = False
 
     def held_weakly(self, reference: Any) -> None:
         """From now on asks C++'s own weak reference whether the storage lives: where PyTorch keeps a storage's Python object
@@ -122,7 +137,7 @@ class StorageTable:
             # One that has ended lay there, and its free waits.
             self.drain()
         nbytes = storage.nbytes()
-        address = self._malloc(device, nbytes) if nbytes else 0
+        address = self._take(device, nbytes) if nbytes else 0
         watch = _StorageReference(storage, self._ended.append)
         watch.key = key
         found = self._placements[key] = Placement(device, address, nbytes, watch, node)
@@ -170,7 +185,7 @@ class StorageTable:
         nbytes = storage.nbytes()
         if nbytes == placement.nbytes:
             return
-        address = self._malloc(placement.device, nbytes) if nbytes else 0
+        address = self._take(placement.device, nbytes) if nbytes else 0
         if placement.nbytes:
             self._free(placement.device, placement.address)
         placement.address = address
