@@ -496,6 +496,15 @@ GUILTY += [
         ),
         "`h` (line 4, `out, h = cell(x, h)`) carries the graph on from each iteration to the next, so those of 4 iterations",
     ),
+    # A tensor that is carried on, and so goes by its own name.
+    Case(
+        "kept_graphs",
+        (
+            "import torch\ncell = torch.nn.GRU(256, 512).cuda()\nx = torch.randn(64, 16, 256, device='cuda')\nh = None",
+            "for _ in range(4):\n    out, h = cell(x, h)\n    out.mean().backward(retain_graph=True)",
+        ),
+        "`h` (line 3, `out, h = cell(x, h)`) carries the graph on from each iteration to the next, so those of 4 iterations",
+    ),
     # The same in a function that runs out of memory: in its own words.
     Case(
         "kept_graphs",

@@ -148,14 +148,19 @@ def _is_the_programs(scene: Scene, one: Held) -> bool:
 
 
 def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: int, freed: int) -> Cause | None:
-    """A variable that the loop makes from itself, where the graphs go by another one's name that only reaches them through it."""
+    """A variable that a training loop makes from itself, whose graph so is that of all iterations: by its own name, or where they
+    go by another one's that only reaches them through it."""
     first, function = variable_of(main.held[0]) or (main.root, "")
     names = list(dict.fromkeys([first, *others, *scene.left.graphs.get(function, ())]))
     types = {one.name: one.type for one in scene.holdings.roots if one.kind == "variable" and one.name in names}
     states = scene.program.carried_on(names)
-    if main.container is not None or not states or first in dict(states):
+    if main.container is not None or not states:
         return None
-    (name, where), *_ = states
+    # Inner steps and samplers make a variable from itself, too; there the graph is meant, or none is.
+    trained = scene.spans(BACKWARD) and not scene.program.calls("grad", "create_graph")
+    if first in dict(states) and not trained:
+        return None
+    name, where = next((one for one in states if one[0] == first), states[0])
     rest = [one for one in names if one != name]
     also = [one for one in rest if scene.program.sums_up(one)]
     added = f"; add numbers to {listed(list(map(quoted, also)))} (`.item()`)" if also else ""
