@@ -28,6 +28,15 @@ _DEVICE = PARAMETERS.index("device")
 
 def install(patches: Patches) -> None:
     """Until the patches are undone, traces of tensors on ``cuda`` work in every build."""
+    _answer_for_the_card(patches)
+    _make_wrappers_on_the_card(patches)
+    _put_graphs_right(patches)
+    _know_wrapped_ones(patches)
+    _leave_the_programs_tensors_out(patches)
+
+
+def _answer_for_the_card(patches: Patches) -> None:
+    """Fake tensors say ``cuda:i``, and are made there where the call says so."""
     plain = FakeTensorMode.dispatch
     operators = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
@@ -53,6 +62,10 @@ def install(patches: Patches) -> None:
     patches.set(FakeTensor, "__torch_dispatch__", classmethod(torch_dispatch))
     for kind in ("cuda", "cpu", "meta"):
         patches.set(FakeTensor, f"is_{kind}", _is_on(kind))
+
+
+def _make_wrappers_on_the_card(patches: Patches) -> None:
+    """Functional tensors, and the program's classes that wrap tensors."""
     make: Any = torch.Tensor._make_wrapper_subclass  # not always PyTorch's own: `torch_face.wrappers`
 
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,6 +81,10 @@ def install(patches: Patches) -> None:
         return make(cls, *args, **kwargs)
 
     patches.set(torch.Tensor, "_make_wrapper_subclass", staticmethod(make_wrapper_subclass))
+
+
+def _put_graphs_right(patches: Patches) -> None:
+    """What a trace wrote down says ``cuda:i``, and what it notes of the program's tensors holds no memory."""
     proxies = importlib.import_module("torch.fx.experimental.proxy_tensor")
     trace = proxies.dispatch_trace
 
@@ -88,7 +105,10 @@ def install(patches: Patches) -> None:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
     patches.set(proxies, "snapshot_fake", snapshot_fake)
-    _know_wrapped_ones(patches)
+
+
+def _leave_the_programs_tensors_out(patches: Patches) -> None:
+    """Virtual tensors are fakes to PyTorch: where the compiler asks whether somebody traces already, they do not count."""
     settings = importlib.import_module("torch._functorch.config")
     if hasattr(settings, "check_custom_op_aliasing"):
         # A check that runs the first call of each graph under a mode of its own, which passes over virtual tensors: modes of
@@ -125,7 +145,7 @@ def install(patches: Patches) -> None:
             check(module)
 
     patches.set(checks, "assert_no_fake_params_or_buffers", assert_no_fake_params_or_buffers)
-    tracer = proxies._MakefxTracer
+    tracer = importlib.import_module("torch.fx.experimental.proxy_tensor")._MakefxTracer
     begin = tracer._init_modes_from_inputs
 
     def init_modes_from_inputs(self: Any, function: Any, inputs: tuple[Any, ...]) -> Any:
