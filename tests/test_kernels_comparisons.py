@@ -114,6 +114,25 @@ def test_a_loss_of_images_makes_the_sum_of_weights_first() -> None:
     assert sequence(lambda: F.nll_loss(scores, classes, reduction="none")) == "+4 +1024 -0"
 
 
+def test_a_loss_lays_out_scores_and_labels_that_do_not_lie_plainly() -> None:
+    scores, labels = zeros(10, 8).t(), zeros(8, 5, dtype=torch.int64)[:, 1]
+    assert sequence(lambda: F.nll_loss(scores, labels)) == "+4 +4 +320 +64 -3 -2 -1"
+    images, classes = zeros(4, 8, 8, 10).permute(0, 3, 1, 2), zeros(4, 8, 8, 2, dtype=torch.int64)[..., 1]
+    assert sequence(lambda: F.nll_loss(images, classes)) == "+4 +4 +10240 +2048 -3 -2 -0"
+    assert sequence(lambda: F.nll_loss(images, classes, reduction="none")) == "+4 +1024 -0"
+
+
+def test_the_gradient_of_a_loss_lays_out_labels_scores_and_the_gradient() -> None:
+    scores, labels = zeros(10, 8, grad=True), zeros(8, 5, dtype=torch.int64)[:, 1]
+    loss = F.nll_loss(scores.t(), labels)
+    assert made(lambda: torch.autograd.grad(loss, scores, torch.ones_like(loss))) == [4, 320, 64, 320]
+    images, classes = zeros(4, 10, 8, 8, grad=True), zeros(4, 8, 8, 2, dtype=torch.int64)[..., 1]
+    for reduction, held in (("mean", [2048]), ("none", [])):
+        loss = F.nll_loss(images, classes, reduction=reduction)
+        one = torch.ones_like(loss)
+        assert made(lambda loss=loss, one=one: torch.autograd.grad(loss, images, one)) == [10240, *held]
+
+
 def test_two_dimensions_are_rolled_one_after_the_other() -> None:
     x = zeros(10, 9)
     assert sequence(lambda: torch.fft.fftshift(x)) == "+360 +360 -0"

@@ -313,6 +313,24 @@ def test_chunks_of_several_tensors_have_lists_about_each() -> None:
     assert chunked == [3 * (1000 * 400 + 4 * 4) * 4, 8 * (6 * 6 + 2 + 3 * (391 + 1))]
 
 
+@pytest.mark.parametrize(
+    ("columns", "lists"),
+    [
+        # Four rows of 4000 and 8000 bytes: two blocks and four. 82 multiprocessors would run 1968 at once.
+        ((4, 1000, 2000), 8 * (4 * 2 + 1 + 2 + 4)),
+        # 489 and 1465 blocks, eight times: eight rounds, which is three rows for a block, and three rounds of 2048 bytes.
+        ((8, 250_000, 750_000), 8 * (4 * 2 + 1 + 163 + 489)),
+    ],
+)
+def test_pieces_copied_at_once_have_lists_about_each(columns: tuple[int, ...], lists: int) -> None:
+    rows, *sizes = columns
+    source = torch.zeros(rows, sum(sizes), device="cuda")
+    parts = [torch.zeros(rows, size, device="cuda") for size in sizes]
+    assert made(lambda: torch.split_with_sizes_copy(source, sizes, dim=1, out=parts)) == [lists]
+    apart = [torch.zeros(rows, 2 * size, device="cuda")[:, ::2] for size in sizes]
+    assert made(lambda: torch.split_with_sizes_copy(source, sizes, dim=1, out=apart)) == []
+
+
 def test_gradients_of_atan2_and_aminmax_are_worked_out_in_place() -> None:
     x, y = (torch.zeros(100, 10, device="cuda", requires_grad=True) for _ in range(2))
     size = 100 * 10 * 4
@@ -383,3 +401,16 @@ def test_repetitions_are_added_up_also_where_their_number_is_known(values: str) 
     repeats, x = torch.tensor([2] * 100).to("cuda"), torch.zeros(100, 16, device="cuda")
     assert made(lambda: x.repeat_interleave(repeats, dim=0)) == [800, 1279, 200 * 8, 200 * 16 * 4]
     gpu.turn_off()
+
+
+@pytest.mark.parametrize(("spec", "processors"), [("H100,torch=2.11", 132), ("A100,torch=2.11", 0)])
+def test_a_product_by_groups_works_in_cutlass_memory_on_hopper(spec: str, processors: int) -> None:
+    """As an H100 was asked for it: 240 and 67,584 bytes for four groups."""
+    gpu.turn_off()
+    gpu.turn_on(spec)
+    left, right = (torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((64, 32), (4, 32, 16)))
+    ends = torch.tensor([16, 32, 48, 64], dtype=torch.int32, device="cuda")
+    held = [4 * 3 * 8 + 4 * (3 * 8 + 3 * 4), 4 * 128 * processors] if processors else []
+    assert made(lambda: torch._grouped_mm(left, right, offs=ends)) == [64 * 16 * 2, *held]
+    odd = [4 * 3 * 8 + 3 * (3 * 8 + 3 * 4), 4 * 128 * processors] if processors else []
+    assert made(lambda: torch._grouped_mm(left, right[:3], offs=ends[:3])) == [64 * 16 * 2, *odd]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -277,6 +278,21 @@ def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:
         larger(torch.rand(2, 1024, device="cuda"))
     whole = [one.bytes for one in measured.report.peak.tensors if one.kept_by == "fully_shard"]
     assert 4 * MIB <= sum(whole) <= 3 * 4 * MIB, "by name, beside the pieces"
+
+
+def test_what_sharding_copies_with_takes_lists_about_the_tensors() -> None:
+    fsdp = importlib.import_module("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this PyTorch has no fully_shard")
+    layer = nn.Linear(512, 512, bias=False).cuda()
+    fsdp.fully_shard(layer)
+    loss = layer(torch.rand(2, 512, device="cuda")).sum()
+    # A MiB of gradients is 512 blocks of 2048 bytes.
+    assert made(loss.backward).count(8 * (6 + 2 + 512)) == 1
+    gathered = torch.zeros(2, 512, device="cuda")
+    parts = [torch.zeros(2, 256, device="cuda") for _ in range(2)]
+    copied = made(lambda: torch.ops.fsdp.split_with_sizes_copy(gathered, [256, 256], dim=1, out=parts))
+    assert copied == [8 * (4 * 2 + 1 + 2)]
 
 
 def test_distributed_tensors_are_where_their_pieces_are() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from asked_for import made
+from asked_for import made, steps
 
 from gpumem_magic.virtual import gpu
 
@@ -159,6 +159,17 @@ def test_resizing_and_exchanging_data() -> None:
     assert allocated() == 512
     x.set_(torch.zeros(256, device="cuda"))
     assert (x.shape, allocated()) == ((256,), 1024)
+
+
+def test_what_was_let_go_of_is_back_before_a_storage_grows() -> None:
+    held, x = [torch.zeros(1024, device="cuda")], torch.zeros(1024, device="cuda")
+    x.untyped_storage().resize_(0)
+
+    def grow() -> None:
+        held.clear()
+        x.untyped_storage().resize_(2048 * 4)
+
+    assert steps(grow) == [("free_requested", 4096), ("alloc", 8192)]
 
 
 def test_half_of_the_memory_in_half_precision() -> None:

@@ -623,6 +623,7 @@ class Engine:
 
     def resized(self, storage: Any) -> None:
         """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""
+        self.table.drain()
         placement = self.table.find(storage)
         was_empty = placement is not None and not placement.nbytes
         self.table.resized(storage)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from math import prod
+from math import ceil, prod, sqrt
 from typing import Any
 
 import torch
@@ -65,10 +65,11 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
                 "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
             ),
             *overloads("upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward"),
-            *overloads("nll_loss2d_forward nll_loss_backward"),
         ),
         (0,),
     ),
+    _aten.nll_loss_forward.default: (0, 1),
+    _aten.nll_loss_backward.default: (2, 1, 0),
     _aten._log_softmax_backward_data.default: (0, 1),
 }
 # The same, but in the order of the channels that another argument has, or this one itself.
@@ -84,8 +85,9 @@ _SMOOTHED = overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
 # The fewest channels for which a kernel of channels-last tensors enlarges them.
 _CHANNELS = 4
 _PIECE = 65536
-# Bytes that a block of `_chunk_cat` copies.
-_BLOCK = 2048
+# Threads of a block that copies pieces of several tensors, and the bytes of it.
+_THREADS = 128
+_BLOCK = 16 * _THREADS
 # `multinomial`: since when the device checks the weights, and looks for the lowest and the highest together.
 _CHECKED_ON_DEVICE_FROM, _ENDS_AT_ONCE_FROM = (2, 5), (2, 12)
 # The longest row whose most frequent value is found without sorting.
@@ -99,11 +101,15 @@ def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, places: Sequence[int]) -> Any:
     """Runs an operator beside copies of those arguments (their `places`) that are not contiguous."""
-    sizes = [bytes_of(args[place]) for place in places if not args[place].is_contiguous()]
+    sizes = _of_copies([args[place] for place in places])
     if not sizes:
         return engine.run(func, args, kwargs, device)
     with engine.scratch(device, *sizes):
         return engine.run(func, args, kwargs, device)
+
+
+def _of_copies(tensors: Sequence[Any]) -> list[int]:
+    return [bytes_of(one) for one in tensors if not one.is_contiguous()]
 
 
 @special(_aten.roll.default)
@@ -121,11 +127,16 @@ def _rolled(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 @special(_aten.nll_loss2d_forward.default)
 def _loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The sum of weights first (``NLLLoss2d.cu``)."""
+    """The sum of weights first; what is not reduced reads its arguments as they lie (``NLLLoss2d.cu``)."""
     out = engine.fake_call(func, args, kwargs)
     engine.settle(out[::-1])
-    with engine.scratch(device, *_laid_out_after(engine, func, args, kwargs, out, device)):
+    with engine.scratch(device, *(_of_copies(args[:2]) if args[3] else ())):
         return out
+
+
+@special(_aten.nll_loss2d_backward.default, table=BESIDE)
+def _of_a_loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    return _of_copies(args[2:3]) if args[4] else []
 
 
 @special(_aten.searchsorted.Tensor, table=BESIDE)
@@ -133,7 +144,7 @@ def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     """Plain tensors of one type on both sides (`searchsorted_maybe_trim_input_tensors` in ``BucketizationUtils.h``)."""
     boundaries, wanted = args[:2]
     both = torch.result_type(boundaries, wanted)
-    copied = [bytes_of(one) for one in (wanted, boundaries) if not one.is_contiguous()]
+    copied = _of_copies([wanted, boundaries])
     return copied + [one.numel() * both.itemsize for one in (wanted, boundaries) if one.dtype != both]
 
 
@@ -188,7 +199,7 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [bytes_of(args[place]) for place in _LAID_OUT_AFTER[func] if not args[place].is_contiguous()]
+    return _of_copies([args[place] for place in _LAID_OUT_AFTER[func]])
 
 
 # Since when the gradient of softmax is there before the product; 1.9 has it the other way round.
@@ -242,7 +253,7 @@ def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 @special(*_SMOOTHED, table=BESIDE)
 def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [bytes_of(tensor) for tensor in (out, args[0]) if not tensor.is_contiguous()]
+    return _of_copies([out, args[0]])
 
 
 @special(_aten.im2col.default)
@@ -281,7 +292,7 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         last = torch.channels_last
         if out.shape[1] >= _CHANNELS and not out.is_contiguous() and out.is_contiguous(memory_format=last):
             return [] if source.is_contiguous(memory_format=last) else [bytes_of(source)]
-    return [bytes_of(tensor) for tensor in (out, source) if not tensor.is_contiguous()]
+    return _of_copies([out, source])
 
 
 def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:
@@ -478,6 +489,21 @@ def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     rows = [-(-one.shape[dim] // chunks) * prod(one.shape[dim + 1 :]) for one in sources]
     blocks = sum(-(-count * out.element_size() // _BLOCK) for count in rows)
     return [8 * (6 * len(rows) + 2 + blocks)]
+
+
+@special(_aten.split_with_sizes_copy.out, table=BESIDE)
+def _pieces_copied(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Three lists about the pieces, where their blocks begin, and which of them each block copies (``TensorShape.cu``).
+
+    Where that would be more than twice the blocks that the card runs at once, each copies more."""
+    source, sizes, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
+    if not source.numel() or not all(map(is_dense, (source, *kwargs["out"]))):
+        return []
+    pieces = [size * source.stride(dim) * source.element_size() for size in sizes]
+    rows, (processors, threads) = prod(source.shape[:dim]), engine.memory.processors(device)
+    rounds = -(-sum(-(-piece // _BLOCK) for piece in pieces) * rows // (2 * (processors * threads // _THREADS)))
+    at_once = _BLOCK * -(-rounds // min(ceil(sqrt(rounds)), rows))
+    return [8 * (4 * len(pieces) + 1 + sum(-(-piece // at_once) for piece in pieces))]
 
 
 @special(_aten.isin.Tensor_Tensor, table=BESIDE)

@@ -416,7 +416,20 @@ def _grouped_mm(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     dtype = (rest[2] if len(rest) > 2 else kwargs.get("out_dtype")) or left.dtype
     step = 16 // dtype.itemsize
     row = -(-shape[-1] // step) * step
-    return _placed(engine, (*shape[:-1], row), dtype, device).narrow(-1, 0, shape[-1])
+    out = _placed(engine, (*shape[:-1], row), dtype, device).narrow(-1, 0, shape[-1])
+    if {left.dtype, right.dtype, dtype} == {torch.bfloat16} and engine.memory.capability(device)[0] in (9, 10):
+        groups = shape[0] if left.dim() == right.dim() else ends.shape[0]
+        with engine.scratch(device, *_about_groups(groups, engine.memory.processors(device)[0])):
+            return out
+    return out
+
+
+def _about_groups(groups: int, processors: int) -> tuple[int, int]:
+    """What CUTLASS's product by groups works in (``GroupMM.cu``, since 2.8).
+
+    Three addresses, three strides and three sizes of each group, the addresses at 16 bytes; and on each multiprocessor four
+    descriptors of tensors: of the factors, the result, and what would be added to it."""
+    return 24 * (groups + groups % 2) + (3 * 8 + 3 * 4) * groups, 4 * 128 * processors
 
 
 @special(_aten.repeat_interleave.Tensor)
