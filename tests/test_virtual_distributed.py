@@ -235,12 +235,57 @@ def test_buckets_of_gradients_are_gradients() -> None:
     wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
     with gpumem_magic.measure() as measured:
         wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
-    # The buckets are made anew, in the order in which gradients came.
-    assert measured.report.peak.categories["gradients"] == 2 * 640 * MIB
+    # The buckets are made anew, in the order in which gradients came, and NCCL keeps the first until the second is sent.
+    assert measured.report.peak.categories["gradients"] == 3 * 640 * MIB
     assert measured.report.peak.categories["activations"] < 10 * MIB
     held = {group.kept_by: group.bytes for group in measured.report.peak.tensors if group.category == "gradients"}
-    assert held.pop("DistributedDataParallel") == 640 * MIB
+    assert held.pop("DistributedDataParallel") == 2 * 640 * MIB
     assert sum(held.values()) == 640 * MIB, "the parameters' own"
+
+
+def test_what_is_sent_is_kept_until_somebody_waits_or_a_later_backward_sends() -> None:
+    """PyTorch 2.8 and newer; before, the stream did it, and a block that was let go of was free once it had been sent."""
+
+    def iteration(model: nn.Module) -> None:
+        model(torch.ones(1, 1024, device="cuda")).sum().backward()
+        model.zero_grad()
+
+    def after_a_second_forward() -> int:
+        layer = nn.Linear(1024, 1024, bias=False).cuda()
+        model = nn.parallel.DistributedDataParallel(layer, gradient_as_bucket_view=True)
+        iteration(model)
+        before = torch.cuda.memory_allocated()
+        # The buckets are made anew: gradients are views of the new one from now on.
+        loss = model(torch.ones(1, 1024, device="cuda")).sum()
+        both = torch.cuda.memory_allocated() - before
+        loss.backward()
+        model.zero_grad()
+        gc.collect()
+        assert torch.cuda.memory_allocated() - before < MIB, "the first is gone"
+        return both // MIB
+
+    assert after_a_second_forward() == 4
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    dist.all_reduce(torch.rand(1, device="cuda"))
+    assert torch.cuda.memory_allocated() == before - 4 * MIB, "the second bucket, which was kept likewise"
+    x = torch.rand(MIB // 4, device="cuda")
+    before = torch.cuda.memory_allocated()
+    work = dist.all_reduce(x, async_op=True)
+    del x
+    assert torch.cuda.memory_allocated() == before
+    work.wait()
+    assert torch.cuda.memory_allocated() == before - MIB
+    y = torch.rand(MIB // 4, device="cuda")
+    dist.all_reduce(y, async_op=True)
+    del y
+    assert torch.cuda.memory_allocated() == before
+    dist.all_reduce(torch.rand(1, device="cuda"))
+    assert torch.cuda.memory_allocated() == before - MIB
+    y = torch.rand(MIB // 4, device="cuda")
+    dist.all_reduce(y)
+    del y
+    assert torch.cuda.memory_allocated() == before - MIB, "what PyTorch waits for itself"
 
 
 def test_sharded_parameters_are_whole_only_while_they_are_needed() -> None:

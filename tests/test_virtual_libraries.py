@@ -335,6 +335,33 @@ def test_an_operator_that_the_program_wrote_takes_what_it_runs() -> None:
     assert cost(lambda: widened(x, "on a card"))[:2] == (x.nbytes, x.nbytes)
 
 
+def test_an_operator_whose_kernel_for_cuda_is_python_takes_what_that_runs() -> None:
+    """As `fully_shard` has some. PyTorch makes the result by the kernel's own shape rule, where it cannot be run here."""
+    gpu.turn_on("T4")
+    library = importlib.import_module("torch.library").Library("gpumem_magic_tests", "FRAGMENT")
+    library.define("tripled(Tensor x, *, Tensor(a!) out) -> ()")
+    library.define("first_row(Tensor x) -> Tensor")
+
+    def tripled(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        out.copy_(torch.cat([x, x, x])[: len(x)])
+
+    def on_a_card(x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 2:
+            raise RuntimeError("x must be a CUDA tensor")
+        return torch.cat([x, x])[0].clone()
+
+    for key in ("Meta", "CUDA"):
+        library.impl("tripled", tripled, key)
+    library.impl("first_row", lambda x: x.new_empty(x.shape[1:]), "Meta")
+    library.impl("first_row", on_a_card, "CUDA")
+    x = torch.zeros(4, 1 << 18, device="cuda")
+    out = torch.empty_like(x)
+    operators: Any = torch.ops.gpumem_magic_tests
+    assert cost(lambda: operators.tripled(x, out=out))[:2] == (0, 3 * x.nbytes)
+    assert cost(lambda: operators.first_row(x))[:2] == (x.nbytes // 4, 2 * x.nbytes + x.nbytes // 4)
+    assert cost(lambda: operators.first_row(x[:2]))[:2] == (x.nbytes // 4, x.nbytes // 4)
+
+
 def test_tritons_driver_answers_for_the_card(packages: None) -> None:
     gpu.turn_on("2xT4")
     driver = importlib.import_module("triton.runtime.driver").driver

@@ -13,6 +13,7 @@ Rules are asked only for calls with tensors on a virtual device.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.refusals import is_foreign
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _Rule = TypeVar("_Rule", bound=Callable[..., Any])
@@ -32,6 +34,8 @@ _functions: dict[tuple[str, str], Callable[..., Any]] = {}
 # The same for operators of well-known libraries, from `libraries`: a user's rule goes first.
 _built_in: dict[str, Callable[..., Any]] = {}
 _built_in_for: dict[int, tuple[Any, Callable[..., Any] | None]] = {}
+# Where a kernel for a card may have been registered.
+_ON_A_CARD = "CUDA", "CompositeExplicitAutograd"
 # Where rules for functions are in force: the machine that is on registers its patches here.
 _active: list[Patches] = []
 
@@ -93,10 +97,15 @@ def for_operator(func: Any) -> Callable[..., Any] | None:
 
 
 def body_of(func: Any) -> Callable[..., Any] | None:
-    """What an operator that the program wrote in Python (`torch.library.custom_op`) runs on a card; None for all others."""
-    found = torch._library.custom_ops.OPDEFS.get(func._schema.name) if hasattr(func, "_schema") else None
-    bodies = {} if found is None else found._backend_fns
-    return bodies.get("cuda") or bodies.get(None)
+    """What an operator runs on a card where that is written in Python (`torch.library.custom_op` and `impl`); None for others.
+    PyTorch's own such operators for its compilers go as they are."""
+    if not hasattr(func, "_schema") or not is_foreign(func):
+        return None
+    namespace, name = func.name().split("::")
+    for key in _ON_A_CARD:
+        if f"{namespace}/{name}/{key}" in torch.library._impls:
+            return functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
+    return None
 
 
 def built_in(name: str) -> Callable[[_Rule], _Rule]:

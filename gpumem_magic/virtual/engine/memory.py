@@ -43,6 +43,14 @@ class Communication(Protocol):
     def communicate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: int) -> None:
         """For a collective of `torch.distributed`'s, before it."""
 
+    def keep(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """For a collective that nobody has waited for, after it; number: its handle's."""
+
+    def waited(self, number: int) -> None:
+        """After somebody waited for the collective with that handle."""
+
     def in_one_process(self, devices: Sequence[int]) -> None:
         """For what this process sends between its own devices."""
 

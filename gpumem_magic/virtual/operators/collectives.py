@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,11 +28,6 @@ _RECEIVING = (
     "recv_any_source_",
 )  # fmt: skip
 
-_numbers = itertools.count(1)
-# By a handle's number the tensors that it is about, of the latest handles: who asks for a future does so at once.
-_RESULTS: dict[int, list[weakref.ref[torch.Tensor]]] = {}
-_ASKED_FOR = 64
-
 
 def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[Any]:
     """The operators of that name in this PyTorch: a build without `torch.distributed` has none."""
@@ -42,13 +37,28 @@ def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[A
             yield packet.default
 
 
+# What goes on by itself: `DistributedDataParallel` never waits for the handles of its all-reduces. Until a later call of the
+# group their tensors are kept (`TensorShelf` in ``ProcessGroupNCCL.cpp``, since 2.8): the buckets of the first iteration, which
+# are made anew before the second, until that one's first bucket is sent. What C++ sends otherwise it waits for.
+_ALONE = {*_operators(("allreduce_",))}
+_KEPT_FROM = (2, 8)
+# The place of `async_op` among their arguments.
+_ASYNC = 4
+_numbers = itertools.count(1)
+# By a handle's number the tensors that it is about, of the latest handles: who asks for a future does so at once.
+_RESULTS: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+_ASKED_FOR = 64
+
+
 def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.memory.communication.communicate(func, args, kwargs, device)
     returns = len(func._schema.returns)
     if not returns:
         return None
     work = _finished_work(args[0])
-    return (args[0], work) if returns == 2 else work
+    if func in _ALONE and all(args[_ASYNC:][:1]) and engine.memory.torch_version(device) >= _KEPT_FROM:
+        engine.memory.communication.keep(func, args, kwargs, work.seq_id, args[0])
+    return (args[0], work.boxed()) if returns == 2 else work.boxed()
 
 
 def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -98,13 +108,23 @@ def finished() -> Any:
 
 
 def _finished_work(written: Any) -> Any:
-    """Such a handle as operators return it. written: the tensors that its future has (`with_results`)."""
+    """Such a handle. written: the tensors that its future has (`with_results`)."""
     work = finished()
     tensors = [written] if isinstance(written, torch.Tensor) else [*written]
     if all(isinstance(tensor, torch.Tensor) for tensor in tensors):
         _RESULTS[work.seq_id] = [weakref.ref(tensor) for tensor in tensors]
         _RESULTS.pop(work.seq_id - _ASKED_FOR, None)
-    return work.boxed()
+    return work
+
+
+def waiting(original: Any, waited: Callable[[int], None]) -> Any:
+    """In place of the method that waits for a handle. waited: is told its number."""
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        waited(work.seq_id)
+        return original(work, *args, **kwargs)
+
+    return wait
 
 
 def with_results(original: Any) -> Any:

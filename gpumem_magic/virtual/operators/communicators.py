@@ -41,6 +41,13 @@ class _Group(NamedTuple):
     is_nccl: bool
 
 
+class _Unwaited(NamedTuple):
+    """backward: PyTorch's number for the backward pass in which it was called; -1 outside of one."""
+
+    tensors: Sequence[torch.Tensor]
+    backward: int
+
+
 class _Total(NamedTuple):
     taken: int
     least: int
@@ -62,6 +69,8 @@ class Communicators:
         self._highest: dict[int, _Total] = {}
         # Whether calls are sent together just now.
         self.together = False
+        # By group the calls that nobody has waited for, by the numbers of their handles.
+        self._unwaited: dict[str, dict[int, _Unwaited]] = {}
 
     def communicate(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: int) -> None:
         """To be called before a collective of `torch.distributed`'s on tensors of that device."""
@@ -69,6 +78,8 @@ class Communicators:
         group = self._group_of(func, args, kwargs)
         if group is None or not group.is_nccl or name in _NEVER:
             return
+        if name in _SUMS:
+            self._let_go(group.name)
         if name in _TO_ONE:
             self._send(group, int(args[_TO_ONE[name]]), device, sends=name == "send")
         elif name in _TO_ALL:
@@ -83,6 +94,27 @@ class Communicators:
             size = _bytes_of(args[0]) if name in _SUMS else 0
             self._taken(device, one, lambda: one.collective(is_sum=name in _SUMS, nbytes=size))
 
+    def keep(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], number: int, tensors: Sequence[torch.Tensor]
+    ) -> None:
+        """NCCL's groups have the tensors of a call live until somebody waits for the handle of that number. Where nobody does,
+        they are let go of in a later call, once a thread has seen that they are done: it looks ten times a second, so that this
+        is taken to be the first sum of another backward pass."""
+        group = self._group_of(func, args, kwargs)
+        if group is not None and group.is_nccl:
+            kept = self._unwaited.setdefault(group.name, {})
+            kept[number] = _Unwaited(tensors, torch._C._current_graph_task_id())
+
+    def _let_go(self, group: str) -> None:
+        """Of what was kept before this backward pass; outside of one, of all."""
+        kept, now = self._unwaited.get(group, {}), torch._C._current_graph_task_id()
+        for number in [number for number, one in kept.items() if one.backward != now or now < 0]:
+            del kept[number]
+
+    def waited(self, number: int) -> None:
+        for kept in self._unwaited.values():
+            kept.pop(number, None)
+
     def in_one_process(self, devices: Sequence[int]) -> None:
         """`torch.nn.DataParallel`'s: this process has all ranks."""
         for number, device in enumerate(devices):
@@ -94,6 +126,7 @@ class Communicators:
     def end(self, group: Any = None) -> None:
         """After a group is no more; without one, after all are."""
         name = getattr(group, "group_name", None)
+        self._unwaited = {other: kept for other, kept in self._unwaited.items() if name not in (None, other)}
         for device, key in [*self._found]:
             if name is None or key == name or (isinstance(key, tuple) and key[0] == name):
                 self._take(device, -self._found.pop((device, key)).taken)

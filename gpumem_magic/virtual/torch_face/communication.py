@@ -173,6 +173,7 @@ def _handles(patches: Patches, engine: Engine) -> None:
         return collectives.finished()
 
     patches.set(work, "get_future", collectives.with_results(work.get_future))
+    patches.set(work, "wait", collectives.waiting(work.wait, engine.memory.communication.waited))
     patches.set(group, "_start_coalescing", _start_coalescing)
     patches.set(group, "_end_coalescing", _end_coalescing)
 

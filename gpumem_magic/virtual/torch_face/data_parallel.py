@@ -23,7 +23,6 @@ def install(patches: Patches, engine: Engine) -> None:
     kind = home.DistributedDataParallel
     original_init = kind.__init__
     original_hook = kind.register_comm_hook
-    exchange = _averaged if engine.computes else _as_it_is
 
     # (The arguments' names are PyTorch's: Lightning gives the model by its name.)
     @functools.wraps(original_init)
@@ -33,7 +32,7 @@ def install(patches: Patches, engine: Engine) -> None:
             return
         with pushed(engine.mode):
             original_init(self, module, *args, **kwargs)
-        self._gpumem_exchange = _Exchange(exchange)
+        self._gpumem_exchange = _Exchange(functools.partial(_averaged, self.process_group))
         if not self._comm_hooks:
             distributed._register_comm_hook(self.reducer, None, self._gpumem_exchange)
 
@@ -113,19 +112,14 @@ def _send_from_first(module: torch.nn.Module) -> None:
             torch.distributed.broadcast(tensor.detach(), 0)
 
 
-def _averaged(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Where a device computes: the mean of all processes' gradients, in the bucket itself."""
+def _averaged(group: Any, state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """What the reducer does itself: the mean of all processes' gradients, in the bucket, sent by a call that nobody waits for."""
     buffer = bucket.buffer()
-    processes = torch.distributed.get_world_size()
-    if processes > 1:
-        torch.distributed.all_reduce(buffer.div_(processes))
-    return _as_it_is(state, bucket)
-
-
-def _as_it_is(state: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """In place of the exchange between processes, which needs no memory of PyTorch's beside the bucket."""
+    if group.size() > 1:
+        buffer.div_(group.size())
+    group.allreduce([buffer])
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-    done.set_result(bucket.buffer())
+    done.set_result(buffer)
     return done
 
 
