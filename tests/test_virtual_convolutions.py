@@ -435,6 +435,26 @@ def test_gradients_are_copied_once_for_both(on: Any) -> None:
     assert scratch(lambda: torch.autograd.grad(y, (x, layer.weight), seed)) == seed.numel() * 4
 
 
+def test_the_gradient_of_a_bias_is_a_sum_that_blocks_share(on: Any) -> None:
+    """With the channels last each of 4 rows of 32 threads with 4 channels adds up 16 of 32 x 56 x 56 results: 1,568 blocks, whose
+    buffer has a place for every thread's 4 sums times every channel (`global_memory_size` in ``Reduce.cuh``). An H100's highest
+    memory was these 98 MiB in `benchmarks/truth`. In the plain layout, to which it is copied without cuDNN, each of 512 threads
+    has fewer than 256 of a channel's results to add up, and no other block helps."""
+    on("H100,torch=2.11")
+    layer = nn.Conv2d(64, 128, 3, padding=1, device="cuda", dtype=torch.half)
+    x, seed = (torch.zeros(32, size, 56, 56, device="cuda", dtype=torch.half) for size in (64, 128))
+    last, its_seed = (one.to(memory_format=torch.channels_last) for one in (x, seed))
+
+    def taken(given: torch.Tensor, gradient: torch.Tensor) -> int:
+        y = layer(given)
+        return scratch(lambda: torch.autograd.grad(y, layer.bias, gradient))
+
+    assert taken(last, its_seed) == blocks(1568 * 128 * 128 * 4, 4)
+    assert taken(x, seed) == 0
+    torch.backends.cudnn.enabled = False
+    assert taken(last, its_seed) == seed.nbytes
+
+
 def test_without_cudnn_there_are_columns(on: Any) -> None:
     # A version that keeps cuBLAS's workspace.
     on("A100-40GB,torch=2.13")

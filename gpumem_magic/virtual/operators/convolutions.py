@@ -2,7 +2,8 @@
 
 After ``Convolution.cpp`` and ``cudnn/ConvShared.cpp`` of ATen. cuDNN runs in one layout: a tensor in another
 is copied for the call, such as a plain weight for an input with channels last. The gradient of the input comes first, then the
-weight's, then the bias's, and the result's gradient is copied once for both. What cuDNN itself takes is estimated in `cudnn`.
+weight's, then the bias's, which is a sum of PyTorch's own; the result's gradient is copied once for the first two. What cuDNN
+itself takes is estimated in `cudnn`.
 
 Where cuDNN is off, or can't (before torch 2.6 for single samples of more than 2^31 values, and in 2.9 in three dimensions for
 half precision), PyTorch spreads each sample out into columns: as many times its values as the kernel has points. A published
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import TRACED, Engine, special
+from gpumem_magic.virtual.engine.engine import BESIDE, TRACED, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import pushed
@@ -145,19 +147,34 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         held.enter_context(engine.scratch(device, _copy_bytes(gradient, layout)))
         if call.by_depth and len(call.fine) == _DIMENSIONS_OF_IMAGES:
             # Of a depthwise one the weight's comes first (``DepthwiseConv2d.cu``).
-            engine.settle((of_weight, of_input, of_bias))
-            return results
-        if wanted[1]:
-            held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
-        if wanted[0]:
-            engine.settle(of_input)
-            with engine.scratch(device, _copy_bytes(weight, layout)):
-                call.run("forward" if transposed else "input")
-        if wanted[1]:
-            engine.settle(of_weight)
-            call.run("weight")
-    engine.settle(of_bias)
+            engine.settle((of_weight, of_input))
+        else:
+            if wanted[1]:
+                held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
+            if wanted[0]:
+                engine.settle(of_input)
+                with engine.scratch(device, _copy_bytes(weight, layout)):
+                    call.run("forward" if transposed else "input")
+            if wanted[1]:
+                engine.settle(of_weight)
+                call.run("weight")
+        if call.by_cudnn() or call.by_depth:
+            held.close()
+        else:
+            gradient = engine.fake_call(_aten.clone.default, (gradient,), {"memory_format": torch.contiguous_format})
+        if wanted[2]:
+            engine.settle(of_bias)
+            _sum_up(engine, gradient, of_bias, device)
     return results
+
+
+def _sum_up(engine: Engine, gradient: torch.Tensor, of_bias: Any, device: int) -> None:
+    """What the kernel takes that adds up a bias's gradient: the result's, over all but the channels."""
+    func = _aten.sum.dim_IntList
+    places = [place for place in range(gradient.dim()) if place != 1]
+    kernels = BESIDE[func](engine, func, (gradient, places), {}, of_bias, device)
+    assert isinstance(kernels, Kernels)
+    engine.run_kernels(kernels, device)
 
 
 def _is_plain_call(input: Any, weight: Any) -> bool:
