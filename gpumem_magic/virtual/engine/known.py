@@ -15,7 +15,8 @@ import torch
 
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import guesses, uniform, values
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import guesses, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
@@ -28,6 +29,7 @@ from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
+from gpumem_magic.virtual.engine.triangles import Shape, Triangle
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.uniform import Uniform
 from gpumem_magic.virtual.engine.values import Known
@@ -39,6 +41,8 @@ _MOST_READ = 1 << 20
 # not known reads as zero, so that scores beside known ones still compare; and where it is guessed, which a sum with it spoils.
 _MOST_GUESSED = 1024
 _MOST_GUESSED_FLOATS = {False: 128, True: 1}
+# What may bring a large matrix to the host; others are not run on one that is known by its two elements.
+_COPYING = set(overloads("_to_copy copy_"))
 # How the names of factories begin that draw random numbers.
 _DRAWING = ("rand", "normal")
 
@@ -67,7 +71,7 @@ class KnownEngine(ComputingEngine):
             if placement is None:
                 return None
             with host_only():
-                equal = type(placement.twin) is Uniform
+                equal = isinstance(placement.twin, Uniform)
                 host = placement.twin.seen_as(tensor) if equal else self.twins.view(tensor)
                 return Known(host, placement.sure, placement.supplied)
 
@@ -76,7 +80,7 @@ class KnownEngine(ComputingEngine):
         placement = self.table.find(tensor.untyped_storage())
         if placement is None or placement.twin is None or placement.twin is values.BLANK:
             return None
-        if placement.watch() is None or (type(placement.twin) is Uniform and not placement.twin.fits(tensor)):
+        if placement.watch() is None or (isinstance(placement.twin, Uniform) and not placement.twin.fits(tensor)):
             return None
         return placement
 
@@ -143,10 +147,7 @@ class KnownEngine(ComputingEngine):
             # That may be written part by part.
             self._have(tensor, element.expand(tensor.size()), supplied=supplied)
             return
-        placement = self.twins.placement(tensor)
-        placement.put(Uniform(element, tensor.untyped_storage().nbytes()))
-        placement.sure, placement.supplied = True, supplied
-        tensor.__dict__[KNOWN] = True
+        self._have_short(tensor, Uniform(element, tensor.untyped_storage().nbytes()), supplied)
 
     def blank(self, tensor: VirtualTensor) -> None:
         """Nothing was written into a new tensor yet: what is written part by part may become known."""
@@ -238,7 +239,7 @@ class KnownEngine(ComputingEngine):
         return out
 
     def _are_equal(self, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> bool:
-        """Has the elements of a result be known where they are all equal, since those of each argument are."""
+        """Has the elements of a result be known where they are all equal, or a triangle's, since those of each argument are."""
         if self.tape is not None or not isinstance(out, VirtualTensor) or out.layout is not torch.strided:
             return False
         written = written_by(func, args, kwargs)
@@ -248,37 +249,74 @@ class KnownEngine(ComputingEngine):
         if any(one is not out for one in written) or any(map(_is_unknown, read)):
             return False
         found = _Arguments(written)
+        shape: Shape | None = None
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
             for leaf in of_no_matter:
-                found.given[id(leaf)] = _aten.zeros.default((1,) * leaf.dim(), dtype=leaf.dtype)
+                found.given[id(leaf)] = _aten.zeros.default((), dtype=leaf.dtype)
             for leaf in read:
-                element = self._element(leaf, found)
-                if element is None:
+                several, its = self._elements(leaf, found)
+                if several is None or (its is not None and shape not in (None, its)):
                     return False
-                found.given[id(leaf)] = element.view((1,) * leaf.dim())
+                found.given[id(leaf)] = several
+                shape = its or shape
+            if shape is not None and not triangles.follows(func):
+                return False
+            if triangles.cuts(func):
+                made = triangles.cut(func, args, kwargs, found.given[id(args[0])], out)
+                return made is not None and self._have_triangle(out, *made, found.supplied)
+            for leaf in {id(leaf): leaf for leaf in tensors}.values():
+                element = found.given[id(leaf)]
+                # Of a triangle there are two of each.
+                sizes = (1,) * (leaf.dim() - 1) + (1 if shape is None else 2,) if leaf.dim() else ()
+                found.given[id(leaf)] = element.expand(sizes[-1:]).reshape(sizes).clone()
         done = self._attempt(found, func, *uniform.for_one(func, args, kwargs), device)
         if done is None or type(done[1]) is not torch.Tensor or done[1].dtype is not out.dtype:
             return False
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
-            element = uniform.element_of(done[1])
-            if element is None:
-                return False
+            equal = uniform.element_of(done[1])
+            if equal is None:
+                return shape is not None and self._have_triangle(out, done[1].reshape(-1), shape, found.supplied)
             if uniform.is_whole(out):
-                self._have_equal(out, element, found.supplied)
+                self._have_equal(out, equal, found.supplied)
                 return True
             # A part was overwritten with what is all around it.
             around = self._placed_and_known(out) if written else None
-            return around is not None and type(around.twin) is Uniform and around.twin.holds(element) and around.sure
+            return around is not None and isinstance(around.twin, Uniform) and around.twin.holds(equal) and around.sure
 
-    def _element(self, leaf: torch.Tensor, found: _Arguments) -> torch.Tensor | None:
-        """A copy of what all elements of an argument surely are."""
-        if not isinstance(leaf, VirtualTensor):
-            return uniform.element_of(leaf)
-        known = self.known(leaf)
-        if known is None or not known.exact:
-            return None
-        found.supplied = found.supplied or known.supplied
-        return uniform.element_of(known.host)
+    def _elements(self, leaf: torch.Tensor, found: _Arguments) -> tuple[torch.Tensor | None, Shape | None]:
+        """A copy of what all elements of an argument surely are, or the two that are in these places."""
+        host = leaf
+        if isinstance(leaf, VirtualTensor):
+            placement = self._placed_and_known(leaf)
+            if placement is not None and type(placement.twin) is Triangle:
+                found.supplied = found.supplied or placement.supplied
+                return placement.twin.seen_by(leaf) or (None, None)
+            known = self.known(leaf)
+            if known is None or not known.exact:
+                return None, None
+            found.supplied = found.supplied or known.supplied
+            host = known.host
+        element = uniform.element_of(host)
+        return (element, None) if element is not None else triangles.of_host(host) or (None, None)
+
+    def _have_triangle(self, tensor: VirtualTensor, elements: torch.Tensor, shape: Shape, supplied: bool) -> bool:
+        twin = triangles.twin(tensor, elements, shape)
+        if twin is None:
+            return False
+        element = uniform.element_of(shape.there(elements))
+        if element is not None:
+            self._have_equal(tensor, element, supplied)
+        elif self.bounds.hold(tensor):
+            self._have(tensor, twin.seen_as(tensor), supplied=supplied)
+        else:
+            self._have_short(tensor, twin, supplied)
+        return True
+
+    def _have_short(self, tensor: VirtualTensor, twin: Uniform, supplied: bool) -> None:
+        placement = self.twins.placement(tensor)
+        placement.put(twin)
+        placement.sure, placement.supplied = True, supplied
+        tensor.__dict__[KNOWN] = True
 
     def fresh(self) -> float:
         """A number like a loss: small, positive, and smaller each time."""
@@ -342,7 +380,9 @@ class KnownEngine(ComputingEngine):
                     found.given[id(leaf)] = known.host
                     continue
             placement = self._placed_and_known(leaf)
-            equal = placement is not None and type(placement.twin) is Uniform
+            if placement is not None and type(placement.twin) is Triangle and func not in _COPYING:
+                return None
+            equal = placement is not None and isinstance(placement.twin, Uniform)
             if leaf is args[0] and self._is_overwritten(func, args):
                 if placement is None or equal:
                     found.blank.append(leaf)

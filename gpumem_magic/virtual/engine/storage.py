@@ -190,7 +190,7 @@ class StorageTable:
             self._free(placement.device, placement.address)
         placement.address = address
         placement.nbytes = nbytes
-        if type(placement.twin) is Uniform:
+        if isinstance(placement.twin, Uniform):
             placement.put(None)
 
     def find(self, storage: Any) -> Placement | None:

@@ -16,13 +16,13 @@ from gpumem_magic.private import overloads
 _MOST_COMPARED = 1 << 23
 _FIRST = 16
 # Elements are compared bit by bit: zeros have signs, and what is no number is not equal to itself.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Operators whose results, beside those that work element by element, are made of equal elements where all arguments are, and of
 # the same ones if each argument had a single element: they copy, or choose among elements.
 _CHOOSING = set(
     overloads(
-        "_to_copy clone copy_ fill_.Scalar fill_.Tensor zero_ repeat flip roll cat stack amax amin max min "
-        "all all.dim all.dims any any.dim any.dims zeros_like ones_like full_like"
+        "_to_copy clone copy_ fill_.Scalar fill_.Tensor masked_fill_.Scalar masked_fill_.Tensor zero_ repeat flip roll cat stack "
+        "amax amin max min all all.dim all.dims any any.dim any.dims zeros_like ones_like full_like tril tril_ triu triu_"
     )
 )
 # They make equal elements, as many as are asked for.
@@ -56,7 +56,7 @@ def element_of(host: torch.Tensor) -> torch.Tensor | None:
     """A copy of the element that all elements of a host tensor are equal to; None where they differ, or are too many to see."""
     if host.layout is not torch.strided or host.is_meta or host.is_conj() or host.is_neg() or not host.numel():
         return None
-    bits = _BITS.get(host.element_size())
+    bits = BITS.get(host.element_size())
     if bits is None or host.is_quantized:
         return None
     places = host
