@@ -265,6 +265,39 @@ def test_each_threads_handle_takes_its_own_from_the_driver() -> None:
     assert beside_and_reserved() == 619 + 2 * 64 + 2
 
 
+def test_a_part_of_the_context_comes_with_the_first_kernel_that_works_element_by_element() -> None:
+    """Likewise: 526.8 MiB with an empty tensor, in `benchmarks/truth` also with random numbers, weights from the host, products
+    and `cat`; 92 more with the first fill, conversion or addition."""
+    gpu.turn_on("2xH100,torch=2.11")
+    layer = nn.Linear(8, 8).cuda()
+    x = torch.randn(8, 8, device="cuda")
+    none = torch.zeros(8, 0, device="cuda") + 1
+    torch.cat([x, x]).clone()
+    assert beside_and_reserved() == 527
+    x @ x
+    assert beside_and_reserved() == 527 + 64 + 2
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert beside_and_reserved() == 619 + 64 + 2
+    x.half().mul_(2)
+    assert beside_and_reserved() == 619 + 64 + 2
+    # Each card has a context of its own.
+    torch.cuda.set_device(1)
+    x = torch.randn(8, 8, device="cuda")
+    assert beside_and_reserved() == 527
+    assert torch.cuda.memory_allocated() == 512 + none.numel()
+    x.half()
+    assert beside_and_reserved() == 619
+
+
+def test_a_kernel_that_finds_no_room_for_its_part_of_the_context_is_an_error() -> None:
+    gpu.turn_on("H100,torch=2.11,total=640MiB")
+    x = torch.empty(40, MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RuntimeError, match="CUDA error: out of memory"):
+        x.zero_()
+    assert torch.cuda.mem_get_info()[0] == (640 - 527 - 40) * MIB
+
+
 def test_cudnn_begins_with_less_and_shares_what_comes_once() -> None:
     """Likewise: 628.8 MiB after a convolution or attention in half precision, 636.8 after training an LSTM or attention."""
     gpu.turn_on("H100,torch=2.11")

@@ -288,9 +288,15 @@ class VirtualMachine:
         self._devices[device].allocator.record_stream(address, stream)
 
     def takes_after(self, func: Any) -> bool:
-        return workspaces.takes_after(func)
+        return workspaces.takes_after(func) or (
+            workspaces.works_by_element(func) and any(gpu.begins_with_less for gpu in self._devices)
+        )
 
     def after_operator(self, func: Any, args: Sequence[Any], device: int) -> None:
+        gpu = self._devices[device]
+        if gpu.begins_with_less and workspaces.works_by_element(func) and not workspaces.has_nothing_to_do(args):
+            gpu.load()
+            self.smi.update(device, gpu.used_bytes())
         self.workspaces.after(func, args, device)
 
     def begin_streams(self, device: int) -> None:

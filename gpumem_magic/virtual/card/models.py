@@ -31,16 +31,18 @@ _LAZY_CONTEXT_NOTE = "context: an estimate, the 300 to 400 MiB that PyTorch's de
 
 
 class FirstUses(NamedTuple):
-    """What a process takes from the driver with what it uses first, beside the context, in bytes.
+    """What a process takes from the driver with what it uses first, beside the context but for the last one, in bytes.
 
     cublas, cudnn: for each handle, and PyTorch has one for each host thread and for the autograd engine's. code: once, with the
     first of these libraries. streams: with the first stream of the program's own, when PyTorch makes all of its pool.
+    elementwise: what of the context comes only with the first kernel that works element by element.
     """
 
     cublas: int = 0
     cudnn: int = 0
     code: int = 0
     streams: int = 0
+    elementwise: int = 0
 
 
 NO_FIRST_USES = FirstUses()

@@ -93,6 +93,7 @@ class VirtualDevice:
         self.uuid = catalog.device_uuid(model.name, index)
         self.in_use = False
         self._beside = 0
+        self._loaded = False
         base = BASE_ADDRESS + index * _ADDRESS_STEP
         # (From the top down with a distance, so that none of one device's ends where another's begins.)
         top = base + _ADDRESS_STEP - CHUNK
@@ -112,7 +113,8 @@ class VirtualDevice:
 
     def context_bytes(self) -> int:
         """With what libraries have from the driver themselves."""
-        return (self.model.context_bytes if self.in_use else 0) + self._beside
+        later = 0 if self._loaded else self.model.first_uses.elementwise
+        return (self.model.context_bytes - later if self.in_use else 0) + self._beside
 
     def process_bytes(self) -> int:
         return self.context_bytes() + self.allocator.reserved
@@ -125,6 +127,19 @@ class VirtualDevice:
         if not self.in_use:
             self.in_use = True
             self.memory.outside = self.model.idle_bytes + self.context_bytes()
+
+    @property
+    def begins_with_less(self) -> bool:
+        """Whether a part of the context is still to come."""
+        return not self._loaded and self.model.first_uses.elementwise > 0
+
+    def load(self) -> None:
+        """That part comes, with the first kernel that works element by element."""
+        self.use()
+        if self.model.first_uses.elementwise > self.memory.free:
+            raise RuntimeError("CUDA error: out of memory")
+        self._loaded = True
+        self.memory.outside = self.model.idle_bytes + self.context_bytes()
 
     def take_beside(self, nbytes: int) -> None:
         """A library takes memory from the driver; less than nothing is given back."""

@@ -500,6 +500,9 @@ class Engine:
                 return
         if met.takes_after:
             self.memory.after_operator(func, args, device)
+            if not self.memory.takes_after(func):
+                # It was the first of its kind on the last device.
+                self._met[id(func)] = met._replace(takes_after=False)
 
     def run_kernels(self, kernels: Kernels, device: int) -> None:
         """Takes what they take, and gives it back."""

@@ -17,6 +17,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.patching import Patches, warnings_remembered
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
@@ -36,6 +37,7 @@ from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 # Their result begins with no element.
 _GROWN = ("arange", "range", "eye")
+_FILLED = ("zeros", "ones", "full")
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
@@ -316,6 +318,8 @@ class Factories:
                 hold_for_shuffle(self._engine, index, made)
             elif name in _GROWN and meta.numel():
                 growing.fill(self._engine, index, made.element_size())
+            elif name in _FILLED:
+                self._engine.memory.after_operator(_aten.fill_.Scalar, (made,), index)
         if "empty" in name:
             self._engine.blank(made)
         else:

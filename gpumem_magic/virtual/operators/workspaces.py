@@ -38,6 +38,10 @@ _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = {
     *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out")
 }
+_FILLS = {
+    *overloads("zeros_like ones_like full_like new_zeros new_ones new_full fill_.Scalar fill_.Tensor zero_ _to_copy")
+}
+_PLAIN_COPIES = {*overloads("clone")}
 _SEED_BYTES = 8
 # Of one thread's random numbers in cuDNN (`cudnnDropoutGetStatesSize`).
 _STATE_BYTES = 24
@@ -162,6 +166,20 @@ def _outside(model: GpuModel) -> FirstUses:
     """(The contexts of devices that name no version were measured with whatever was there.)"""
     each, once = (0, 0) if model.torch_version is None else cublas_outside(model.torch_version)
     return FirstUses(cublas=each, code=once) if each else model.first_uses
+
+
+def works_by_element(func: Any) -> bool:
+    """Whether it is a kernel that works element by element, a fill or a conversion.
+
+    On an H100 products, random numbers, `cat` and attention by cuDNN ran without what such a kernel brings (`benchmarks/truth`).
+    """
+    return (torch.Tag.pointwise in func.tags and func not in _PLAIN_COPIES) or func in _FILLS
+
+
+def has_nothing_to_do(args: Sequence[Any]) -> bool:
+    """Whether an operator is asked for no element, or for a copy from the host: no such kernel runs."""
+    first = args[0] if args else None
+    return isinstance(first, torch.Tensor) and (first.numel() == 0 or first.device.type == "cpu")
 
 
 def takes_after(func: Any) -> bool:
