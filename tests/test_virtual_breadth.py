@@ -345,6 +345,30 @@ def test_graphs_take_memory_of_their_own_once(machine: gpu.VirtualMachine) -> No
         torch.cuda.CUDAGraph().replay()
 
 
+@pytest.mark.skipif(not hasattr(torch.accelerator, "Graph"), reason="this PyTorch has no torch.accelerator.Graph")
+def test_an_accelerators_graph_is_the_same_graph(machine: gpu.VirtualMachine) -> None:
+    x = rand(256 * KIB)
+    first = torch.accelerator.Graph()
+    with torch.Stream(), first:
+        y = x * 2
+    captured = allocated()
+    first.replay()
+    assert allocated() == captured
+    second = torch.accelerator.Graph(pool=first.pool())
+    with torch.Stream(), second:
+        z = x * 3
+    pools = {tuple(segment["segment_pool_id"]) for segment in torch.cuda.memory_snapshot()}
+    assert pools == {(0, 0), tuple(first.pool())}
+    assert second.pool() == first.pool()
+    del y, z
+
+
+def test_the_default_stream_is_not_captured(machine: gpu.VirtualMachine) -> None:
+    with pytest.raises(RuntimeError, match="must be captured on a non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+    rand(KIB)
+
+
 def test_a_memory_pool_of_ones_own() -> None:
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):

@@ -155,6 +155,11 @@ def test_statistics_have_pytorchs_keys() -> None:
     assert "3072 KiB" in torch.cuda.memory_summary() or "3.00 MiB" in torch.cuda.memory_summary()
     assert torch.accelerator.memory_allocated() == 3 * MIB
     assert torch.accelerator.max_memory_reserved() == 20 * MIB
+    if hasattr(torch.accelerator, "empty_host_cache"):
+        torch.accelerator.empty_host_cache()
+    if hasattr(torch.accelerator, "random"):
+        torch.cuda.manual_seed(7)
+        assert torch.accelerator.random.initial_seed() == 7
     del kept
 
 

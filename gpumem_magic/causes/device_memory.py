@@ -18,7 +18,7 @@ from gpumem_magic.units import MIB, human
 
 _WORTH = 256 * MIB
 _PIECES = 5
-_CAPTURES = re.compile(r"cuda\.graph\s*\(|CUDAGraph|make_graphed_callables")
+_CAPTURES = re.compile(r"cuda\.graph\s*\(|CUDAGraph|accelerator\.Graph|make_graphed_callables")
 # The pool that everybody shares.
 _COMMON = (0, 0)
 # A place whose tensors had so many different sizes.

@@ -43,6 +43,7 @@ class CudaMemory:
         """The same for `torch.accelerator`."""
         return {
             "empty_cache": self.empty_cache,
+            "empty_host_cache": lambda: None,  # pinned memory is plain memory here, and none is kept
             "memory_stats": self.memory_stats,
             "memory_allocated": self.memory_allocated,
             "memory_reserved": self.memory_reserved,

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+import torch.accelerator
 import torch.cuda.graphs
 import torch.cuda.memory
 
@@ -63,6 +64,10 @@ def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int
         patches.set(owner, "CUDAGraph", CUDAGraph)
         patches.set(owner, "graph_pool_handle", graph_pool_handle)
         patches.set(owner, "is_current_stream_capturing", lambda: CAPTURING.graphs > 0)
+    if hasattr(torch.accelerator, "Graph"):
+        accelerators = _accelerators_graph(CUDAGraph)
+        for home in (torch.accelerator, torch.accelerator.graphs):
+            patches.set(home, "Graph", accelerators)
     # The stream that PyTorch makes for captures, and keeps, would be one of ours.
     patches.set(torch.cuda.graphs.graph, "default_capture_stream", None, always=True)
     patches.set(torch._C, "_host_emptyCache", lambda: None)
@@ -73,6 +78,28 @@ def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int
         patches.set(place, "_cuda_beginAllocateCurrentThreadToPool", begin)
         patches.set(place, "_cuda_endAllocateToPool", end)
         patches.set(place, "_cuda_releasePool", release)
+
+
+def _accelerators_graph(kind: type[Graph]) -> type[Graph]:
+    """`torch.accelerator.Graph` (2.13 has it, 2.11 not): the same, a context of its own that keeps what a capture is given."""
+    plain = torch.accelerator.Graph
+
+    class AcceleratorGraph(kind):  # type: ignore[misc, valid-type]
+        """`torch.accelerator.Graph` on the devices of this machine."""
+
+        __enter__, __exit__ = plain.__enter__, plain.__exit__
+
+        def __init__(
+            self, keep_graph: bool = False, *, pool: PoolId | None = None, capture_error_mode: str = "default"
+        ) -> None:
+            super().__init__(keep_graph)
+            self.graph_pool = pool
+            self.capture_error_mode = capture_error_mode
+
+        def capture_begin(self) -> None:
+            super().capture_begin(self.graph_pool)
+
+    return AcceleratorGraph
 
 
 class _Capturing(threading.local):
@@ -119,10 +146,16 @@ class Graph:
     def capture_begin(self, pool: PoolId | None = None, *args: Any, **kwargs: Any) -> None:
         if self._captures or self._pool is not None:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
+        stream = self._stream_of(CURRENT.device)
+        if stream == 0:
+            # (`CUDAGraph::capture_begin` in CUDAGraph.cpp)
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay them on the "
+                "default stream.)"
+            )
         self._device = CURRENT.device
         self._pool = (next(_ids), 0) if pool is None else tuple(pool)  # type: ignore[assignment]
         self._take_numbers()
-        stream = self._stream_of(self._device)
         with self._machine.engine.lock:
             self._machine.devices[self._device].use()
             assert self._pool is not None

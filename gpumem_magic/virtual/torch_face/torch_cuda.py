@@ -90,6 +90,13 @@ class CudaFace:
             _replace(patches, (torch.accelerator,), name, member)
         # What PyTorch's own Python asks (FSDP's device mesh, pinning).
         _replace(patches, (torch._C,), "_get_accelerator", lambda *args: torch.device("cuda"))
+        # (Inductor asks for it, too: draws that backward repeats.)
+        _replace(
+            patches,
+            (torch._C,),
+            "_accelerator_getDefaultGenerator",
+            lambda device: torch.cuda.default_generators[device],
+        )
         for name, member in self.memory.accelerator_functions().items():
             _replace(patches, (torch.accelerator, torch.accelerator.memory), name, member)
 
