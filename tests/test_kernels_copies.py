@@ -414,3 +414,32 @@ def test_a_product_by_groups_works_in_cutlass_memory_on_hopper(spec: str, proces
     assert made(lambda: torch._grouped_mm(left, right, offs=ends)) == [64 * 16 * 2, *held]
     odd = [4 * 3 * 8 + 3 * (3 * 8 + 3 * 4), 4 * 128 * processors] if processors else []
     assert made(lambda: torch._grouped_mm(left, right[:3], offs=ends[:3])) == [64 * 16 * 2, *odd]
+
+
+def test_a_conjugated_matrix_is_copied_unless_it_is_transposed() -> None:
+    x, y = (torch.zeros(*shape, dtype=torch.complex64, device="cuda") for shape in ((30, 40), (40, 20)))
+    out = 30 * 20 * 8
+    # cuBLAS conjugates what it transposes; the second matrix is the first that it is asked for, as results lie in rows.
+    assert made(lambda: x.conj() @ y)[:2] == [out, x.nbytes]
+    assert made(lambda: x.conj() @ y.conj()) == [out, y.nbytes, x.nbytes]
+    assert made(lambda: x @ y.t().contiguous().mH) == [y.nbytes, out]
+    batch = torch.zeros(3, 30, 40, dtype=torch.complex64, device="cuda")
+    assert made(lambda: batch.conj() @ y.expand(3, 40, 20).contiguous().conj())[-2:] == [3 * y.nbytes, batch.nbytes]
+    assert made(lambda: batch.mH @ batch) == [3 * 40 * 40 * 8]
+
+
+def test_parts_are_written_by_one_kernel() -> None:
+    x = torch.zeros(7, 5000, device="cuda")
+    parts = [torch.zeros(7, size, device="cuda") for size in (1000, 4000)]
+    # Four lists about two parts, one of three, and whose each block of 2048 bytes is: two and eight.
+    assert made(lambda: torch.split_with_sizes_copy(x, [1000, 4000], 1, out=parts)) == [8 * (3 * 2 + 3 + 2 + 8)]
+    halves = [part.half() for part in parts]
+    assert made(lambda: torch._chunk_cat(halves, 1, 2))[1:] == [8 * (6 * 2 + 2 + 1 + 2)]
+    assert made(lambda: torch._chunk_cat([part.t()[::2] for part in halves], 0, 2))[1:] == []
+
+
+def test_a_sort_into_tensors_holds_what_it_holds_without() -> None:
+    x = torch.zeros(5, 5000, device="cuda")
+    out = torch.zeros_like(x), torch.zeros(5, 5000, dtype=torch.int64, device="cuda")
+    assert made(lambda: torch.sort(x, out=out)) == made(lambda: x.sort())[2:]
+    assert made(lambda: torch.sort(x[:, :50], out=(out[0][:, :50], out[1][:, :50]))) == [50 * 8]

@@ -86,3 +86,37 @@ def test_a_mask_on_the_host_is_added_up_there() -> None:
     # Two lists come, the first holds their sum; then the places in order, where each stood, and their numbers.
     wanted = [64, 64, 64, 64, 64, 1]
     assert made(lambda: table.index_put_((mask,), values, accumulate=True)) == wanted
+
+
+def test_a_list_of_numbers_is_made_on_the_device() -> None:
+    rows = torch.zeros(100, 16, device="cuda", requires_grad=True)
+    # The list, the rows; the graph keeps the list.
+    assert steps(lambda: rows[[3, 4, 5]]) == [("alloc", 3 * 8), ("alloc", 3 * 16 * 4)]
+    with torch.no_grad():
+        assert steps(lambda: rows[:, [3, 4, 5]])[-1] == ("free_requested", 3 * 8)
+    out = rows[[3, 4, 5]]
+    gradient = torch.zeros_like(out)
+    # The list is wrapped around, multiplied and copied for the sort, with the places and a plain gradient's number beside it.
+    asked = steps(lambda: torch.autograd.grad(out, rows, gradient))
+    assert asked[:4] == [("alloc", 100 * 16 * 4), ("alloc", 3 * 8), ("alloc", 3 * 8), ("free_requested", 3 * 8)]
+
+
+def test_a_list_comes_before_the_number_that_is_written() -> None:
+    rows = torch.zeros(100, 16, device="cuda")
+
+    def write() -> None:
+        rows[[1, 2, 3]] = 1.0
+
+    assert steps(write) == [("alloc", 3 * 8), ("alloc", 4), ("free_requested", 4), ("free_requested", 3 * 8)]
+
+
+@pytest.mark.parametrize(("version", "positions"), [("2.13", [2 * 8 * 8]), ("2.6", [8 * 8, 8 * 8])])
+def test_each_list_of_the_host_comes_by_itself(version: str, positions: list[int]) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"A100-80GB,torch={version}")
+    table = torch.zeros(4, 8, 40, device="cuda")
+    indices = torch.zeros(5, dtype=torch.int64)
+    assert made(lambda: table[indices, indices]) == [5 * 8, 5 * 8, 5 * 40 * 4]
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[0] = True
+    assert made(lambda: table[mask]) == [*positions, 8 * 40 * 4]

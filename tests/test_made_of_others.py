@@ -135,3 +135,46 @@ def test_a_result_that_is_given_grows() -> None:
     assert torch.cuda.memory_allocated() - before == WHOLE
     del out
     assert torch.cuda.memory_allocated() == before
+
+
+def test_what_is_written_by_others_is_made_and_copied() -> None:
+    x = torch.zeros(ROWS * COLUMNS, device="cuda")
+    number, flags = torch.zeros((), device="cuda"), torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device="cuda")
+    matrix = x.view(ROWS, COLUMNS)
+    # The sizes, a byte for each, and the result that is copied.
+    asked = sizes(lambda: torch.ops.aten.isinf.out(matrix, out=flags))
+    assert asked[:2] == [WHOLE, WHOLE // 4]
+    assert set(asked[2:]) <= {WHOLE // 4}
+    # Of float16 numbers, made float32 in a tensor of its own.
+    half, wide = x.half(), torch.zeros(ROWS * COLUMNS, device="cuda", dtype=torch.float64)
+    assert sizes(lambda: torch.softmax(half, 0, dtype=torch.float64, out=wide)) == [2 * WHOLE]
+    torch.dot(x, x, out=number)
+    assert number.shape == ()
+
+
+def test_writing_into_a_result_takes_what_making_it_takes() -> None:
+    x = torch.zeros(1 << 16, 64, device="cuda")
+    rows = torch.zeros(64, device="cuda")
+    buffers = sizes(lambda: x.sum(0))
+    assert buffers
+    assert sizes(lambda: torch.amax(x, 0, out=rows)) == sizes(lambda: x.amax(0)) != []
+    assert sizes(lambda: torch.mean(x, 0, out=rows)) == buffers
+
+
+def test_the_variance_of_complex_numbers_is_that_of_their_parts() -> None:
+    x = torch.zeros(ROWS, COLUMNS, 8, dtype=torch.complex64, device="cuda")
+    part = ROWS * COLUMNS * 4
+    out = torch.zeros(ROWS, COLUMNS, device="cuda")
+    # Of the real and of the imaginary parts, and their sum; with the mean a pair of both, and a complex mean.
+    assert sizes(lambda: x.var(2)) == [part] * 3
+    assert sizes(lambda: torch.std(x, 2, out=out)) == [part] * 2
+    assert sizes(lambda: torch.std_mean(x, 2)) == [*[part] * 5, 2 * part]
+    assert sizes(lambda: x.real.var(2)) == [part]
+
+
+def test_a_power_of_integers_is_worked_out_in_its_type() -> None:
+    flags = torch.zeros(ROWS, COLUMNS, dtype=torch.bool, device="cuda")
+    numbers = torch.zeros(ROWS, COLUMNS, dtype=torch.int64, device="cuda")
+    assert sizes(lambda: flags.square()) == [2 * WHOLE, 2 * WHOLE]
+    assert sizes(lambda: numbers**0.5) == [WHOLE, WHOLE]
+    assert sizes(lambda: numbers**2) == [2 * WHOLE]

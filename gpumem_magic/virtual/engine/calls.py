@@ -85,6 +85,40 @@ def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
     return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
+# Those with a kernel of CUDA's own, though the host has none.
+_WRITTEN_BY_CUDA = frozenset(("aten::split_with_sizes_copy", "aten::_chunk_cat"))
+
+
+def writes_by_others(func: Any) -> bool:
+    """Whether an operator writes into ``out=`` what others give, on every device: most make a result and copy it, as nobody wrote
+    a kernel for them (``autogen`` in ``native_functions.yaml``)."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or schema.name in _WRITTEN_BY_CUDA or not any(argument.is_out for argument in schema.arguments):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(func.name(), "CompositeExplicitAutograd") and not has_kernel(func.name(), "CPU")
+
+
+def write_by_others(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+
+
+def giving(func: Any) -> Any:
+    """The operator that returns what this one writes into ``out=``; None where there is none."""
+    schema = getattr(func, "_schema", None)
+    if schema is None or not any(argument.is_out for argument in schema.arguments):
+        return None
+    wanted = [(argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out]
+    packet = func.overloadpacket
+    for overload in packet.overloads():
+        other = getattr(packet, overload)
+        arguments = other._schema.arguments
+        if other is not func and [(argument.name, str(argument.type)) for argument in arguments] == wanted:
+            return other
+    return None
+
+
 def with_constants(func: Any, args: Any) -> Any:
     """The arguments of an operator on the host, with tensors for the constants that TorchScript reads and compares: they come as
     the numbers that they are, which only some operators take for tensors."""

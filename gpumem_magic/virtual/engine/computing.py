@@ -58,22 +58,19 @@ class ComputingEngine(Engine):
         self._ways: dict[int, Any] = {}
 
     def otherwise(self, func: Any, args: Any) -> Any:
-        """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ would make tensors of them
-        on the device that it sees, where there are no values. None where PyTorch goes on; False after an assignment."""
+        """``tensor[index]`` and ``tensor[index] = value`` where lists of numbers are in the index: C++ makes tensors of them on
+        the device (`sequenceToVariable` in python_variable_indexing.cpp), and sees one here that has no values. None where it
+        goes on; False after an assignment."""
         assigns = func is torch.Tensor.__setitem__
         if not assigns and (func is not torch.Tensor.__getitem__ or type(args[1]) in _NO_LISTS):
             return super().otherwise(func, args)
-        index = _with_tensors(args[1]) if self.follows(args[0]) or _has_flags(args[1]) else args[1]
+        index = _with_tensors(args[1], args[0].device)
         if index is args[1]:
             return super().otherwise(func, args)
         if not assigns:
             return args[0][index]
         args[0][index] = args[2]
         return False
-
-    def follows(self, tensor: Any) -> bool:
-        """Whether the host may know a tensor's values."""
-        return True
 
     def selected(self, operator: str, largest: int) -> int:
         if self._ahead is None:
@@ -213,29 +210,19 @@ _MORE_THAN_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(None), type(
 _MOST_DIMS = 32
 
 
-def _with_tensors(index: Any) -> Any:
-    """An index with host tensors in place of lists of numbers, and of tuples of them where it is a tuple itself."""
+def _with_tensors(index: Any, device: torch.device) -> Any:
+    """An index with tensors in place of lists of numbers, and of tuples of them where it is a tuple itself."""
     if type(index) is list and len(index) < _MOST_DIMS and any(isinstance(one, _MORE_THAN_NUMBERS) for one in index):
         # As `treatSequenceAsTuple` in PyTorch's python_variable_indexing.cpp has it (tried with 2.13).
-        return tuple(_as_tensor(item) for item in index)
+        return tuple(_as_tensor(item, device) for item in index)
     if type(index) is not tuple:
-        return _as_tensor(index)
-    items = tuple(_as_tensor(item) for item in index)
+        return _as_tensor(index, device)
+    items = tuple(_as_tensor(item, device) for item in index)
     return items if any(map(operator.is_not, items, index)) else index
 
 
-def _has_flags(index: Any) -> bool:
-    """Whether an index selects by a list of flags: how many they select is known, whatever they select from."""
-    for item in index if type(index) is tuple else (index,):
-        while type(item) in (list, tuple) and item:
-            item = item[0]
-        if type(item) is bool and item is not index:
-            return True
-    return False
-
-
-def _as_tensor(index: Any) -> Any:
+def _as_tensor(index: Any, device: torch.device) -> Any:
     if isinstance(index, (list, tuple, range)) or type(index).__name__ == "ndarray":
         numbers = list(index) if isinstance(index, range) else index
-        return torch.as_tensor(numbers, dtype=None if len(index) else torch.int64)
+        return torch.as_tensor(numbers, dtype=None if len(index) else torch.int64, device=device)
     return index

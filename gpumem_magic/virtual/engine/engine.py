@@ -39,6 +39,7 @@ from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     device_among,
+    giving,
     is_made_of_others,
     may_allocate,
     may_resize,
@@ -47,6 +48,8 @@ from gpumem_magic.virtual.engine.calls import (
     sparse_layout,
     users_line,
     with_constants,
+    write_by_others,
+    writes_by_others,
 )
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
@@ -126,14 +129,15 @@ _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
 class Met(NamedTuple):
     """What is true of each call of an operator: the rules for it, and what it does with memory.
 
-    again: whether its results and its memory are the same for all arguments that look alike, unless `plain` says no.
+    parts: what runs the others that it is made of, if it is. again: whether its results and its memory are the same for all
+    arguments that look alike, unless `plain` says no.
     body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
     may say no of arguments that look like others of which it said yes.
     """
 
     func: Any
     handler: Callable[..., Any] | None
-    composite: bool
+    parts: Callable[..., Any] | None
     on_host: Callable[..., Any] | None
     allocates: bool
     resizes: bool
@@ -156,6 +160,21 @@ def _writing_each() -> frozenset[int]:
     packets = [getattr(aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
     each = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
     return frozenset(id(one) for one in each if one not in silent)
+
+
+def _beside_of_result(func: Any) -> Callable[..., Any] | None:
+    """The rule of the operator that gives what this one writes into ``out=``: one kernel does both."""
+    like = giving(func)
+    rule = BESIDE.get(like)
+    if rule is None:
+        return None
+    written = {argument.name for argument in func._schema.arguments if argument.is_out}
+
+    def beside(engine: Any, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> Any:
+        others = {name: value for name, value in kwargs.items() if name not in written}
+        return rule(engine, like, args, others, out, device)
+
+    return beside
 
 
 class Engine:
@@ -412,26 +431,26 @@ class Engine:
             except Exception as error:  # it calls what only runs on a card: its shape rule is left
                 swallowed(error)
                 met = self._met[id(func)] = met._replace(body=None)
-        if met.composite:
+        if met.parts is not None:
             # Below autograd (in inference mode, in distributed tensors' code) they come whole; each part may allocate.
             with pushed(self.mode):
-                return run_in_parts(func, args, kwargs)
+                return met.parts(func, args, kwargs)
         return self.run(func, args, kwargs, device)
 
     def _meet(self, func: Any) -> Met:
         allocates, handler, plain = may_allocate(func), SPECIAL.get(func), PLAIN.get(func)
         resizes = not allocates and may_resize(func)
-        composite, on_host = is_made_of_others(func), ON_HOST.get(func)
-        body = kernel_rules.body_of(func)
-        again = (handler is None or plain is not None) and on_host is None and not (composite or resizes or body)
+        parts = run_in_parts if is_made_of_others(func) else write_by_others if writes_by_others(func) else None
+        on_host, body = ON_HOST.get(func), kernel_rules.body_of(func)
+        again = (handler is None or plain is not None) and on_host is None and not (parts or resizes or body)
         met = self._met[id(func)] = Met(
             func,
             handler,
-            composite,
+            parts,
             on_host,
             allocates,
             resizes,
-            BESIDE.get(func),
+            BESIDE.get(func) or (_beside_of_result(func) if resizes else None),
             again,
             plain,
             body,

@@ -173,9 +173,6 @@ class KnownEngine(ComputingEngine):
 
     # ---- operators
 
-    def follows(self, tensor: Any) -> bool:
-        return KNOWN in tensor.__dict__
-
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         known = self._ways.get(id(func))
         if known is None:

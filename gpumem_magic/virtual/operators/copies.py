@@ -35,6 +35,8 @@ _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten.native_layer_norm.default: (0,),
     _aten.native_group_norm.default: (0,),
     _aten.native_group_norm_backward.default: (0, 1),
+    _aten.max_unpool2d.default: (0, 1),
+    _aten.max_unpool3d.default: (0, 1),
     _aten.kthvalue.default: (0,),
     _aten.median.dim: (0,),
     _aten.nanmedian.dim: (0,),
@@ -194,7 +196,15 @@ def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device
 
 @special(*_PRODUCTS, table=BESIDE)
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [bytes_of(args[place]) for place in _PRODUCTS[func] if not _lies_right(args[place])]
+    """Plain copies, and of complex numbers those that are conjugated, where a product takes them as they lie: cuBLAS conjugates
+    what it transposes. The second first (`cublasCommonArgs` and `prepare_batch_matrix_for_cublas` in ``Blas.cpp``)."""
+    in_rows = out.stride(-1) == 1 and (out.dim() == 2 or out.stride(-2) != 1)
+    matrices = (
+        [args[place] for place in reversed(_PRODUCTS[func])] if in_rows else [args[place] for place in _PRODUCTS[func]]
+    )
+    return [
+        bytes_of(one) for one in matrices if not _lies_right(one) or (one.is_conj() and in_rows == _lies_in_rows(one))
+    ]
 
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
@@ -400,6 +410,13 @@ def _lies_right(matrices: Any) -> bool:
     return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
 
 
+def _lies_in_rows(matrices: Any) -> bool:
+    """As cuBLAS is told of them."""
+    if matrices.dim() == 2 and is_dense(matrices):
+        return bool(matrices.is_contiguous())
+    return bool(matrices.stride(-1) == 1 and matrices.stride(-2) >= max(1, matrices.shape[-1]))
+
+
 def _lies_in_one_row(tensor: Any) -> bool:
     """Whether `reshape(-1)` is a view."""
     steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
@@ -421,7 +438,7 @@ def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
         return out
 
 
-@special(_aten.multinomial.default)
+@special(_aten.multinomial.default, _aten.multinomial.out)
 def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     weights, count, *rest = args
     again = rest[0] if rest else kwargs.get("replacement", False)
@@ -486,9 +503,15 @@ def _drawn_around(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, d
 def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``)."""
     sources, dim, chunks = args[:3]
+    if not all(map(is_dense, sources)):
+        return []
     rows = [-(-one.shape[dim] // chunks) * prod(one.shape[dim + 1 :]) for one in sources]
     blocks = sum(-(-count * out.element_size() // _BLOCK) for count in rows)
     return [8 * (6 * len(rows) + 2 + blocks)]
+
+
+# Since when that is one kernel. (2.6 has it, 2.1 does not; between them it is not known.)
+_SPLIT_BY_KERNEL_FROM = (2, 3)
 
 
 @special(_aten.split_with_sizes_copy.out, table=BESIDE)
@@ -497,7 +520,8 @@ def _pieces_copied(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
 
     Where that would be more than twice the blocks that the card runs at once, each copies more."""
     source, sizes, dim = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("dim", 0)
-    if not source.numel() or not all(map(is_dense, (source, *kwargs["out"]))):
+    by_kernel = source.numel() and engine.memory.torch_version(device) >= _SPLIT_BY_KERNEL_FROM
+    if not by_kernel or not all(is_dense(one) and one.dtype == source.dtype for one in (source, *kwargs["out"])):
         return []
     pieces = [size * source.stride(dim) * source.element_size() for size in sizes]
     rows, (processors, threads) = prod(source.shape[:dim]), engine.memory.processors(device)

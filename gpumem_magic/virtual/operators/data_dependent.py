@@ -455,7 +455,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
     expanded: list[Any] = []
     with ExitStack() as held:
-        on_host = 0
+        on_host: list[int] = []
         widened: list[int] = []
         lies: list[index_lists.Lie] = []
         for index in indices:
@@ -479,8 +479,10 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                 expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
                 lies += index_lists.lies_of_positions(count, index.dim())
             else:
-                expanded += list(index.nonzero(as_tuple=True))
-                on_host += sum(found.numel() * 8 for found in expanded[-index.dim() :])
-                lies += [index_lists.lie_of(found) for found in expanded[-index.dim() :]]
-        held.enter_context(engine.scratch(device, on_host, *widened, *index_lists.bytes_laid_out(lies)))
+                positions = index.nonzero(as_tuple=True)
+                expanded += positions
+                version = engine.memory.torch_version(device)
+                on_host += index_lists.positions_to_device(positions[0].numel(), index.dim(), version)
+                lies += map(index_lists.lie_of, positions)
+        held.enter_context(engine.scratch(device, *on_host, *widened, *index_lists.bytes_laid_out(lies)))
         return engine.run(func, (source, expanded), kwargs, device)

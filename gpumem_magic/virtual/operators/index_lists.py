@@ -35,9 +35,20 @@ def lies_of_positions(count: int, dims: int) -> list[Lie]:
     return [Lie((count,), (1,))] * dims
 
 
-def bytes_to_device(index: torch.Tensor) -> int:
+# Since when the positions of a mask on the host come as one list. (2.11 does so, 2.6 does not; between them it is not known.)
+_POSITIONS_TOGETHER_FROM = (2, 7)
+
+
+def bytes_to_device(index: torch.Tensor) -> list[int]:
     """Of a list on the host, as it comes to the device."""
-    return 0 if isinstance(index, VirtualTensor) else index.numel() * index.element_size()
+    return [] if isinstance(index, VirtualTensor) else [index.numel() * index.element_size()]
+
+
+def positions_to_device(count: int, dims: int, version: tuple[int, int]) -> list[int]:
+    """Of the positions that a mask on the host chooses."""
+    if version < _POSITIONS_TOGETHER_FROM:
+        return [count * _INDEX] * dims
+    return [count * dims * _INDEX]
 
 
 def bytes_widened(index: torch.Tensor) -> int:

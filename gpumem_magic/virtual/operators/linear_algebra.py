@@ -263,6 +263,13 @@ def _triangular(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, dev
     return ()
 
 
+@special(_aten.triangular_solve.default, table=BESIDE)
+def _triangular_before(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """The same under its older name."""
+    _solve_triangular(engine, device, args[1].shape[-1], _batch(out[0].shape))
+    return ()
+
+
 def _copied_unless_plain(matrices: Any, batch: int) -> list[int]:
     """Of matrices that lie neither in rows nor in columns, or are fewer than what they are used for."""
     if _batch(matrices.shape) == batch and (matrices.is_contiguous() or matrices.mT.is_contiguous()):
@@ -289,6 +296,19 @@ def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
     factors = _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
     _reflect(engine, device, rows, columns, prod(batch), args[0].element_size())
+    return packed, factors
+
+
+@special(_aten.geqrf.a)
+def _geqrf_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """In tensors of its own, where those given do not lie column by column."""
+    matrices, packed, factors = args[0], kwargs["a"], kwargs["tau"]
+    *batch, rows, columns = matrices.shape
+    packed.resize_(matrices.shape)
+    factors.resize_((*batch, min(rows, columns)))
+    lies_right = packed.mT.is_contiguous() and factors.is_contiguous() and packed.dtype == matrices.dtype
+    with engine.scratch(device, *([] if lies_right else [bytes_of(matrices), bytes_of(factors)])):
+        _reflect(engine, device, rows, columns, prod(batch), matrices.element_size())
     return packed, factors
 
 

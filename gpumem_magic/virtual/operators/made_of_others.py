@@ -6,7 +6,7 @@ and nothing else: of a binary cross-entropy with logits one number, where a card
 are here that hold more than their results.
 
 The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda). What is not quantised is made float32 by `dequantize`
-(``quantized/QTensor.cpp``). An ``out=`` that nobody wrote a kernel for (``autogen``) makes a result and copies it.
+(``quantized/QTensor.cpp``). Operators with ``out=`` that are made of others are known by that (`calls.writes_by_others`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _OPERATORS = overloads(
-    "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss.out soft_margin_loss_backward "
-    "soft_margin_loss_backward.grad_input logsumexp logsumexp.out _euclidean_dist dist _trilinear _safe_softmax isinf mvlgamma "
-    "ldexp.Tensor affine_grid_generator linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward "
-    "pixel_unshuffle expand_copy.out as_strided_copy.out view_copy.out permute_copy.out unfold_copy.out squeeze_copy.out "
-    "unsqueeze_copy.out transpose_copy.int_out t_copy.out alias_copy.out diagonal_copy.out slice_scatter.out"
+    "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward logsumexp logsumexp.out _euclidean_dist dist "
+    "_trilinear _safe_softmax isinf mvlgamma mvlgamma_ ldexp.Tensor affine_grid_generator "
+    "linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward pixel_unshuffle _unsafe_masked_index "
+    "_unsafe_masked_index_put_accumulate"
 )
 
 
@@ -87,6 +86,55 @@ def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         if func is _aten.nanmedian.default:
             return _aten.index.Tensor(ordered, [((last - ordered.isnan().sum()) / 2).to(torch.int64)])
         return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])
+
+
+def _is_real(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return not args[0].is_complex()
+
+
+@special(
+    *overloads("var.correction std.correction var.correction_out std.correction_out"), plain=_is_real, by_looks=True
+)
+def _variance(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of complex numbers: those of their real and imaginary parts, added up (``ReduceOps.cpp``)."""
+    if _is_real(engine, args, kwargs):
+        return engine.run(func, args, kwargs, device)
+    given = {name: value for name, value in kwargs.items() if name != "out"}
+    with pushed(engine.mode):
+        real, imaginary = (_aten.var.correction(part, *args[1:], **given) for part in (args[0].real, args[0].imag))
+        out = torch.add(real, imaginary, out=kwargs.get("out"))
+        del imaginary, real
+        return out.sqrt_() if func._schema.name == "aten::std" else out
+
+
+@special(*overloads("var_mean.correction std_mean.correction"), plain=_is_real, by_looks=True)
+def _variance_and_mean(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Likewise."""
+    if _is_real(engine, args, kwargs):
+        return engine.run(func, args, kwargs, device)
+    with pushed(engine.mode):
+        real, real_mean = _aten.var_mean.correction(args[0].real, *args[1:], **kwargs)
+        imaginary, imaginary_mean = _aten.var_mean.correction(args[0].imag, *args[1:], **kwargs)
+        out = real + imaginary
+        if func is _aten.std_mean.correction:
+            out.sqrt_()
+        mean = torch.complex(real_mean, imaginary_mean)
+        del imaginary_mean, imaginary, real_mean, real
+        return out, mean
+
+
+def _stays(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].is_floating_point() and not isinstance(args[1], complex))
+
+
+@special(_aten.pow.Tensor_Scalar, plain=_stays, by_looks=True)
+def _power(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A tensor of the result's type first (``Pow.cpp``)."""
+    kind = torch.result_type(*args[:2])
+    if isinstance(args[1], bool) or kind == args[0].dtype:
+        return engine.run(func, args, kwargs, device)
+    with engine.scratch(device, args[0].numel() * kind.itemsize):
+        return engine.run(func, args, kwargs, device)
 
 
 @special(_aten.dequantize.self)

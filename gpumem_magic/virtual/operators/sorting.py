@@ -18,7 +18,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, index_lists
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
@@ -63,6 +63,13 @@ def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
         for step in steps:
             with engine.scratch(device, *step):
                 pass
+
+
+@special(*overloads("sort.values sort.values_stable"), table=BESIDE)
+def _sort_into(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    place = 1 if func is _aten.sort.values else 2
+    _hold_for_sort(engine, device, args[0], args[place] if len(args) > place else kwargs.get("dim", -1))
+    return ()
 
 
 def is_dense(tensor: Any) -> bool:
@@ -334,7 +341,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         return out
     shapes: list[tuple[int, ...]] = []
     on_host: list[bool] = []
-    moved = 0
+    moved: list[int] = []
     widened: list[int] = []
     lies: list[index_lists.Lie] = []
     chosen_dims = []
@@ -347,7 +354,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
                 count = _positions(index, source)
                 listed = count * index.dim() * _INDEX
                 if at_home and not (accumulate or _is_sorted_anyway(engine, device, source)):
-                    moved += listed
+                    moved += index_lists.positions_to_device(count, index.dim(), engine.memory.torch_version(device))
                 elif not at_home:
                     _hold_positions(engine, device, index, listed, positions)
                 shapes += [(count,)] * index.dim()
@@ -364,7 +371,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             # A number comes to the device.
             positions.enter_context(engine.scratch(device, source.element_size()))
         if not (accumulate or _is_sorted_anyway(engine, device, source)):
-            with engine.scratch(device, moved, *widened, *index_lists.bytes_laid_out(lies)):
+            with engine.scratch(device, *moved, *widened, *index_lists.bytes_laid_out(lies)):
                 return out
         positions.enter_context(engine.scratch(device, *widened))
         places = prod(torch.broadcast_shapes(*shapes))
