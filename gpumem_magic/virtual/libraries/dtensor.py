@@ -14,7 +14,6 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import equivalent
-from gpumem_magic.virtual.engine.kernel_rules import built_in
 from gpumem_magic.virtual.engine.modes import pushed
 
 
@@ -46,13 +45,3 @@ def prepare_collectives(module: ModuleType, patches: Patches) -> None:
 def _same_memory(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode):
         return _aten.alias.default(args[0])
-
-
-@built_in("fsdp::chunk_cat")
-def _gathered(tensors: Any, dim: int, num_chunks: int, *, out: Any) -> None:
-    _aten._chunk_cat.out(tensors, dim, num_chunks, out=out)
-
-
-@built_in("fsdp::split_with_sizes_copy")
-def _spread(all_gather_output: Any, all_gather_input_split_sizes: Any, dim: int = 0, *, out: Any) -> None:
-    _aten.split_with_sizes_copy.out(all_gather_output, all_gather_input_split_sizes, dim, out=out)
