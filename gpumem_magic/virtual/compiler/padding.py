@@ -1,25 +1,29 @@
 """Products whose sizes a card's kernels take slowly: Inductor times them padded, too, and takes the faster way.
 
-Here nothing is timed. Those that a card would time are padded where a matrix has rows that do not begin at multiples of 16 bytes,
-which is what they are timed for: the kernels for such rows are the slower ones; and where the copies into longer rows take less
-time than the product itself would at the card's full rate. Where all rows begin there, a copy would gain nothing. An H100 with
-2.11 chose so for 17 of the 19 products of `benchmarks/compiled_programs.py`. Published runs whose memory tells the ways apart
-went so, too: GPT-2 with 50,257 words was padded (`benchmarks/accuracy`), 50 rows of 2,048 numbers were not
-(`benchmarks/compiled_published.py`). Which ones were padded is kept, also for graphs from the compiler's cache. After
-`torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
+Here a trial takes what it takes on a card, and nothing is timed. Those that a card would time are padded where a matrix has rows
+that do not begin at multiples of 16 bytes, which is what they are timed for: the kernels for such rows are the slower ones; and
+where the copies into longer rows take less time than the product itself would at the card's full rate. Where all rows begin
+there, a copy would gain nothing. An H100 with 2.11 chose so for 17 of the 19 products of `benchmarks/compiled_programs.py`.
+Published runs whose memory tells the ways apart went so, too: GPT-2 with 50,257 words was padded (`benchmarks/accuracy`), 50 rows
+of 2,048 numbers were not (`benchmarks/compiled_published.py`). Which ones were padded is kept, also for graphs from the
+compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.modes import origin
 
 # What a compiled graph has beside its own attributes, and takes into the cache.
 _UNTIMED = "gpumem_magic_untimed_products"
+# Times, of which one is compared with the other.
+_PLAIN, _FASTER = 1.0, 0.1
 # Bytes.
 _ROW = 16
 # How many operations a card makes while its memory reads or writes a byte: an H100's 989 and 67 TFLOPS beside 3.35 TB/s.
@@ -28,10 +32,18 @@ _PER_BYTE_OF_OTHERS = 300
 
 
 class Padding:
-    """`untimed`: products of compiled graphs that a card would have timed and that are padded, by sizes, strides and types."""
+    """`untimed`: products of compiled graphs that a card would have timed and that are padded, by sizes, strides and types.
 
-    def __init__(self) -> None:
-        self._gains: dict[str, bool] = {}
+    buffer(device): bytes of what the card's cache is emptied with before each run of a trial.
+    """
+
+    def __init__(self, buffer: Callable[[int], int]) -> None:
+        self._buffer = buffer
+        # By a product's key, as PyTorch keeps it on disk: whether it is padded, and which were timed as they are.
+        self._padded: dict[str, bool] = {}
+        self._timed: set[str] = set()
+        # Of the product that is being decided: what a trial is to find, and whether the next is of the product as it is.
+        self._gains = self._is_plain = False
         self.untimed: set[str] = set()
         self._since_a_graph: set[str] = set()
 
@@ -45,33 +57,59 @@ class Padding:
             self.untimed.update(vars(graph).get(_UNTIMED, ()))
 
         patches.set(compiled, "post_compile", post_compile)
-        patches.set(padding, "has_triton", lambda: True)
-        patches.set(padding, "get_cached_should_pad", self._padded)
         name_of = padding.should_pad_bench_key
 
         def should_pad_bench_key(
             match: Any, first: torch.Tensor, second: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            key = name_of(match, first, second, *args, **kwargs)
-            self._gains[key] = _gains(first, second) and _is_worth_its_copies(padding, match, first, second)
-            return key
+            if not kwargs.get("is_base_time_key"):
+                self._gains = _gains(first, second) and _is_worth_its_copies(padding, match, first, second)
+            return name_of(match, first, second, *args, **kwargs)
 
-        patches.set(padding, "should_pad_bench_key", should_pad_bench_key)
-        if (decided := getattr(padding, "_should_pad", None)) is not None:
+        decided = getattr(padding, "_should_pad", None)
+        for name, function in {
+            "has_triton": lambda: True,
+            "should_pad_bench_key": should_pad_bench_key,
+            "get_cached_should_pad": self._known,
+            "set_cached_should_pad": self._learn,
+            "get_cached_base_mm_benchmark_time": self._time_of,
+            "set_cached_base_mm_benchmark_time": lambda key, time: self._timed.add(key),
+            "get_do_bench": lambda: self._tried,
+            # The trace's modes are off, and ours is not: its tensors are the device's.
+            "no_dispatch": importlib.import_module("torch.utils._python_dispatch")._disable_current_modes,
             # Without the table on disk, where a card's own trials are kept (2.11 and newer).
-            patches.set(padding, "_should_pad", getattr(decided, "__wrapped__", decided))
+            **({} if decided is None else {"_should_pad": getattr(decided, "__wrapped__", decided)}),
+        }.items():
+            patches.set(padding, name, function)
 
     def note(self, compiled: Any) -> None:
         """What was compiled of a graph has the products that were met since the graph before."""
         setattr(compiled, _UNTIMED, sorted(self._since_a_graph))
         self._since_a_graph.clear()
 
-    def _padded(self, key: str) -> bool:
-        """Asked in place of the table of earlier trials, when only a trial is left to decide."""
-        gains = self._gains.pop(key, True)
-        if gains:
+    def _known(self, key: str) -> bool | None:
+        found = self._padded.get(key)
+        if found:
             self._since_a_graph.add(key)
-        return gains
+        return found
+
+    def _learn(self, key: str, padded: bool) -> None:
+        self._padded[key] = padded
+        self._known(key)
+
+    def _time_of(self, key: str) -> float | None:
+        self._is_plain = key not in self._timed
+        return None if self._is_plain else _PLAIN
+
+    def _tried(self, product: Callable[[], object]) -> float:
+        """How long it takes. A trial runs it, and again beside a buffer for the card's cache."""
+        with origin("trial"):
+            product()
+            buffer = torch.empty(self._buffer(torch.cuda.current_device()), dtype=torch.uint8, device="cuda")
+            product()
+            del buffer
+        plain, self._is_plain = self._is_plain, False
+        return _PLAIN if plain or not self._gains else _FASTER
 
 
 def _gains(first: torch.Tensor, second: torch.Tensor) -> bool:

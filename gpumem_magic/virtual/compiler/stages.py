@@ -42,8 +42,8 @@ class Compiler:
         # A line about each kind of thing that went another way than on a card, and how often.
         self._otherwise: Counter[str] = Counter()
         self._trials = inductor.Trials()
-        self._padding = padding.Padding()
         self._tuning = tuning.Tuning(machine)
+        self._padding = padding.Padding(self._tuning.buffer_of)
         self._whose = whose.Whose(self._engine)
 
     def install(self, patches: Patches) -> None:

@@ -47,7 +47,7 @@ class Tuning:
             return
         self.kernels += 1
         device = tensors[0].device.index or 0
-        self.buffer = self._buffer(device)
+        self.buffer = self.buffer_of(device)
         written = [args[place] for place in changed if place < len(args) and isinstance(args[place], VirtualTensor)]
         sizes = [_reached(tensor) for tensor in written]
         engine = self.machine.engine
@@ -72,7 +72,8 @@ class Tuning:
                 room -= size
         return copied
 
-    def _buffer(self, device: int) -> int:
+    def buffer_of(self, device: int) -> int:
+        """Bytes of what the card's cache is emptied with."""
         if self.machine.engine.memory.torch_version(device) < _INDUCTORS_SINCE:
             return _TRITONS_BUFFER
         return self.machine.devices[device].model.l2_cache_bytes
