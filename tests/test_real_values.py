@@ -442,3 +442,22 @@ def test_a_loss_holds_the_memory_of_its_shares_and_what_lies_behind_it_may_be_lo
     whole.fill_(3.0)
     assert (loss.item(), whole.sum().item()) == (3.0, 3.0 * 64 * 64)
     assert (loss + whole[5, 7]).item() == 6.0
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("normed", [False, True])
+def test_an_encoder_gives_zeros_for_padding_as_where_it_unpacks_sequences(normed: bool) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
+        encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16) if normed else None).to(device).eval()
+        x, padding = torch.randn(2, 10, 16).to(device), torch.zeros(2, 10, dtype=torch.bool, device=device)
+        padding[0, 7:] = True
+        with torch.no_grad():
+            packed, whole = encoder(x, src_key_padding_mask=padding), encoder(x)
+        return [one.cpu() for one in (packed, whole, encoder(x, src_key_padding_mask=padding).detach())]
+
+    hosts = run("cpu")
+    gpu.turn_on("T4,values=real")
+    for here, there in zip(run("cuda"), hosts, strict=True):
+        torch.testing.assert_close(here, there)

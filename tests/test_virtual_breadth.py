@@ -241,6 +241,20 @@ def test_functional_transforms() -> None:
     assert filled.is_cuda
 
 
+def test_inside_a_transform_a_tensor_is_on_its_device() -> None:
+    said = []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        said.append((str(x.device), x.is_cuda, x.is_meta, x.get_device()))
+        return (x * torch.ones(3, device=x.device)).sum()
+
+    assert torch.func.grad(loss)(rand(3)).is_cuda
+    assert torch.func.vmap(loss)(rand(2, 3)).is_cuda
+    assert set(said) == {("cuda:0", True, False, 0)}
+    assert torch.zeros(2, device="meta").is_meta
+    assert torch.zeros(2).device == torch.device("cpu")
+
+
 @pytest.mark.parametrize("values", ["stand-in", "auto", "real"])
 def test_a_step_between_two_backward_passes_is_refused_as_on_a_card(values: str) -> None:
     """The first pass's parameters are others then: what people meet who train a discriminator before its generator."""

@@ -337,7 +337,71 @@ def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: py
         ),
         (
             lambda: F.conv2d(torch.zeros(1, 2, 3, 3), zeros(1, 2, 3, 3)),
-            "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same",
+            "Expected all tensors to be on the same device, but got weight is on cuda:0, different from other tensors on cpu "
+            "(when checking argument in method wrapper_CUDA___slow_conv2d_forward)",
+        ),
+        (
+            lambda: F.conv2d(torch.zeros(2, 2, 3, 3), zeros(1, 2, 3, 3)),
+            "Input type (torch.FloatTensor) and weight type (torch.cuda.FloatTensor) should be the same or input should be a "
+            "MKLDNN tensor and weight is a dense tensor",
+        ),
+        (
+            lambda: F.conv2d(zeros(2, 2, 3, 3), torch.zeros(1, 2, 3, 3)),
+            "Input type (torch.cuda.FloatTensor) and weight type (torch.FloatTensor) should be the same",
+        ),
+        (
+            lambda: zeros(2, 2).index_put_((zeros(1, dtype=torch.long),), torch.zeros(1, 2)),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: torch._foreach_add([zeros(2)], [torch.zeros(2)]),
+            "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        ),
+        (
+            lambda: torch.mm(zeros(3, 3), zeros(3, 3, dtype=torch.float16)),
+            "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
+        ),
+        (
+            lambda: torch.nn.GRU(2, 2)(zeros(3, 2)),
+            "Input and parameter tensors are not at the same device, found input tensor at cuda:0 and parameter tensor at cpu",
+        ),
+        (
+            lambda: torch.nn.LSTM(2, 2, device="cuda")(torch.zeros(3, 2)),
+            "Input and parameter tensors are not at the same device, found input tensor at cpu and parameter tensor at cuda:0",
+        ),
+        (
+            lambda: torch.nn.LSTM(2, 2, device="cuda")(zeros(3, 2), (torch.zeros(1, 2), torch.zeros(1, 2))),
+            "Input and hidden tensors are not at the same device, found input tensor at cuda:0 and hidden tensor at cpu",
+        ),
+        (
+            lambda: torch.randn(3, device="cuda", generator=torch.Generator()),
+            "Expected a 'cuda' device type for generator but found 'cpu'",
+        ),
+        (
+            lambda: zeros(3).normal_(generator=torch.Generator()),
+            "Expected a 'cuda' device type for generator but found 'cpu'",
+        ),
+        (
+            lambda: torch.randperm(3, generator=torch.Generator("cuda")),
+            "Expected a 'cpu' device type for generator but found 'cuda'",
+        ),
+        (lambda: zeros(2, dtype=torch.long).softmax(0), "\"host_softmax\" not implemented for 'Long'"),
+        (lambda: torch.linalg.svd(zeros(2, 2).bfloat16()), "\"svd_cuda_gesvdjBatched\" not implemented for 'BFloat16'"),
+        (lambda: torch.linalg.svd(zeros(40, 2).bfloat16()), "\"svd_cuda_gesvdj\" not implemented for 'BFloat16'"),
+        (lambda: torch.linalg.eigvalsh(zeros(2, 2).half()), "\"linalg_eigh_cuda\" not implemented for 'Half'"),
+        (lambda: torch.linalg.cholesky(zeros(2, 2).half()), "\"cholesky_cusolver\" not implemented for 'Half'"),
+        (lambda: torch.linalg.qr(zeros(40, 2).half()), "\"geqrf_cuda\" not implemented for 'Half'"),
+        (lambda: torch.linalg.qr(zeros(9, 4, 2).half()), "\"geqrf_batched_cuda\" not implemented for 'Half'"),
+        (lambda: torch.geqrf(zeros(4, 2).half()), "\"geqrf_cuda\" not implemented for 'Half'"),
+        (lambda: torch.linalg.lu(zeros(2, 2).half()), "\"lu_factor_cusolver\" not implemented for 'Half'"),
+        (lambda: torch.linalg.det(zeros(9, 2, 2).half()), "\"lu_factor_cublas\" not implemented for 'Half'"),
+        (
+            lambda: torch.linalg.solve(zeros(99, 40, 40).bfloat16(), zeros(99, 40, 1).bfloat16()),
+            "\"lu_factor_magma_batched\" not implemented for 'BFloat16'",
+        ),
+        (
+            lambda: torch.linalg.solve_triangular(zeros(2, 2).half(), zeros(2, 2).half(), upper=True),
+            "\"triangular_solve_cuda\" not implemented for 'Half'",
         ),
         (
             lambda: F.conv2d(zeros(1, 2, 3, 3, dtype=torch.float16), zeros(1, 2, 3, 3)),
@@ -357,6 +421,19 @@ def test_what_does_not_fit_together_is_refused_in_pytorchs_words(way: Callable[[
     with pytest.raises((RuntimeError, TypeError)) as caught:
         way()
     assert str(caught.value) == text
+
+
+def test_a_generator_of_the_same_device_and_matrices_without_elements_are_not_refused() -> None:
+    assert torch.randn(3, device="cuda", generator=torch.Generator("cuda")).is_cuda
+    assert torch.randperm(3, generator=torch.Generator()).tolist() != []
+    assert torch.linalg.cholesky(zeros(0, 0).half()).shape == (0, 0)
+
+
+def test_a_changed_tensor_that_backward_needs_has_its_type_in_the_error() -> None:
+    out = zeros(3).requires_grad_().exp()
+    out.add_(1)
+    with pytest.raises(RuntimeError, match=r"\[torch\.cuda\.FloatTensor \[3\]\], which is output 0 of"):
+        out.sum().backward()
 
 
 def test_matrices_too_large_for_the_host_are_refused_likewise() -> None:

@@ -58,6 +58,15 @@ def test_positions_and_tokens_of_long_sequences_are_known(machine: gpu.VirtualMa
     assert not machine.reads.counts
 
 
+def test_a_generators_state_stays_known_on_the_device(machine: gpu.VirtualMachine) -> None:
+    """As a checkpoint that is read with ``map_location="cuda"`` has it."""
+    state = torch.get_rng_state()
+    assert state.cuda().cpu().equal(state)
+    assert not machine.reads.counts
+    image = torch.full((3, 224, 224), 7, dtype=torch.uint8).add_(torch.arange(224, dtype=torch.uint8))
+    assert not image.cuda().cpu().equal(image)
+
+
 def test_what_follows_from_a_drawn_number_agrees_with_it(machine: gpu.VirtualMachine) -> None:
     """A slice that begins at random has its length, as where windows of a text are cut on the host."""
     for starts, least in (

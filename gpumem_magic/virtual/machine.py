@@ -183,7 +183,9 @@ class VirtualMachine:
         if engine.padded_encoders:
             found.append(
                 f"nn.TransformerEncoder ran on padded sequences ({counted(engine.padded_encoders, 'time')}): where it has no "
-                "other mask, a card packs them, which takes less memory and gives zeros where there is padding."
+                "other mask, a card packs them, which takes less memory"
+                + " and gives zeros where there is padding" * (not engine.computes)
+                + "."
             )
         found += self.compiler.notes() + self.communication.notes()
         if engine.kernels_not_run:
@@ -348,7 +350,7 @@ class VirtualMachine:
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
             attempt(self.face.install)
-            attempt(encoder_layers.install)  # The compiler, which looks at it, comes after.
+            attempt(encoder_layers.install, self.engine)  # The compiler, which looks at it, comes after.
             attempt(self.compiler.install)
             if isinstance(self.engine, RealEngine):
                 attempt(random_numbers.install, self.engine.random, len(self._devices))

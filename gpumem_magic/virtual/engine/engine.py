@@ -56,8 +56,11 @@ from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
+    IN_FULL_PRECISION,
+    check_generator,
     in_cudas_words,
     is_device_mismatch,
+    refuse_half_precision,
     refuse_mixed_devices,
     refuse_mixed_types,
 )
@@ -561,6 +564,8 @@ class Engine:
                 return self._as_meta(func, args, kwargs)
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
+        if func in IN_FULL_PRECISION:
+            refuse_half_precision(func, args, kwargs)
         remembers = self.fake.cache_enabled
         if looks is None and self.alike.zeros:
             # (It takes known zeros for other tensors that look so.)
@@ -668,6 +673,7 @@ class Engine:
         for arg in args:
             if isinstance(arg, torch._C.Generator):
                 # Nothing is drawn on a virtual device, and the host's generator must not move.
+                check_generator(arg, "cuda")
                 found, arg = True, None
             elif isinstance(arg, torch.Tensor):
                 if not isinstance(arg, FakeTensor):

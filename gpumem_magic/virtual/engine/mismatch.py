@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ _STRUCTURED = {
 # (``device_check`` in native_functions.yaml; seen on an H100 with 2.11).
 _BY_ELEMENTS = set(overloads("mse_loss smooth_l1_loss huber_loss binary_cross_entropy"))
 _BY_WRAPPER = set(overloads("clamp.Tensor clamp_.Tensor"))
+_INDEX_PUTS = set(overloads("index_put index_put_ _index_put_impl_"))
 _FILLS = set(overloads("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"))
 
 
@@ -49,7 +51,12 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
     if func in _MIXING and not sure:
         return
     if func in _CONVOLUTIONS and args[0].device != args[1].device:
+        if args[0].device.type == "cpu" and args[0].dim() == 4 and args[0].dtype == torch.float32 and not args[6]:
+            _refuse_host_images(*args[:9])
         _refuse_weight(*args[:2])
+    if func in _INDEX_PUTS and sure:
+        # (Its own check comes before TensorIterator's, and says no more.)
+        _refuse_two([("self", args[0]), ("values", args[2])])
     host_names = _ON_HOST.get(func._schema.name.removeprefix("aten::"), ())
     named = [(name, tensor) for name, tensor in _named_tensors(func, args, kwargs) if name not in host_names]
     if any(tensor.device.type == "cuda" for _, tensor in named):
@@ -74,8 +81,12 @@ def _refuse_two(named: Any) -> NoReturn:
 def is_device_mismatch(error: Exception) -> bool:
     """Whether the fake mode found tensors of several devices: an error of its own class since 2.12, a text before."""
     return type(error).__name__ == "FakeTensorDeviceMismatchError" or (
-        type(error) is RuntimeError and str(error).startswith("Unhandled FakeTensor Device Propagation")
+        type(error) is RuntimeError and _MISMATCH.match(str(error)) is not None
     )
+
+
+# (The second is that of assignments by index.)
+_MISMATCH = re.compile("Unhandled FakeTensor Device Propagation|Mismatching .* device between self ")
 
 
 # Matrix products: the positions of the two matrices among the arguments.
@@ -88,6 +99,7 @@ _OF_FLOATS = {
     _aten.dot.default: "dot", _aten.vdot.default: "vdot",
     _aten.max_pool2d_with_indices.default: "max_pool2d_with_indices_out_cuda_frame",
     _aten.avg_pool2d.default: "avg_pool2d_out_cuda_frame",
+    _aten._softmax.default: "host_softmax", _aten._log_softmax.default: "host_softmax",
 }  # fmt: skip
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # What PyTorch has for the host alone, of what programs call.
@@ -96,6 +108,29 @@ _NOT_ON_CUDA = {
     *overloads("_histogramdd_from_bin_tensors to_mkldnn"),
 }
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
+
+
+# What CUDA's kernels are called that take neither half precision nor integers, where a shape rule takes any: by operator, a
+# function of its arguments.
+IN_FULL_PRECISION: dict[Any, Callable[..., str]] = {}
+_HALVES = {torch.float16, torch.bfloat16, torch.complex32}
+
+
+def in_full_precision(*functions: Any) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    """Registers how the kernel is called that these operators run."""
+
+    def register(name: Callable[..., str]) -> Callable[..., str]:
+        IN_FULL_PRECISION.update(dict.fromkeys(functions, name))
+        return name
+
+    return register
+
+
+def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises CUDA's error where an operator's kernel is for float32 and wider types alone. (Without elements none is run.)"""
+    name = IN_FULL_PRECISION.get(func)
+    if name is not None and args[0].dtype in _HALVES and args[0].numel():
+        raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{_scalar_name(args[0].dtype)}'")
 
 
 def refuse_mixed_types(func: Any, args: Any) -> None:
@@ -113,6 +148,12 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             names = _scalar_name(left.dtype), _scalar_name(right.dtype)
             if func in _BATCHED:
                 raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
+            if func is _aten.mm.default:
+                # (The check of the kernel itself, in ``cuda/Blas.cpp``; `addmm` has one for all devices.)
+                raise RuntimeError(
+                    f"expected mat1 and mat2 to have the same dtype, but got: {_type_of_c(left.dtype)} != "
+                    f"{_type_of_c(right.dtype)}"
+                )
             raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0]} and {names[1]}")
     elif func in _CONVOLUTIONS and args[0].dtype != args[1].dtype:
         _refuse_weight(*args[:2])
@@ -125,8 +166,32 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar_name(args[0].dtype)}'")
 
 
-def _refuse_weight(input: Any, weight: Any) -> NoReturn:
-    raise RuntimeError(f"Input type ({_type_name(input)}) and weight type ({_type_name(weight)}) should be the same")
+def check_generator(generator: Any, kind: str) -> None:
+    """Refuses a generator of another kind of device (`check_generator` in ATen/core/Generator.h)."""
+    if generator is not None and generator.device.type != kind:
+        raise RuntimeError(f"Expected a '{kind}' device type for generator but found '{generator.device.type}'")
+
+
+def _refuse_weight(input: Any, weight: Any, otherwise: str = "") -> NoReturn:
+    types = f"Input type ({_type_name(input)}) and weight type ({_type_name(weight)})"
+    raise RuntimeError(f"{types} should be the same{otherwise}")
+
+
+def _refuse_host_images(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: Any, more: Any,
+    groups: int,
+) -> NoReturn:  # fmt: skip
+    """Images on the host and weights on a device: the way that the host would take with the images has the word (`use_mkldnn` in
+    ``Convolution.cpp``). One image, if it is small, has no library's way, but a kernel of PyTorch's, which the weights decide."""
+    batch, (high, wide) = input.shape[0], weight.shape[-2:]
+    plain = batch < 16 and high == wide == 1 and {*stride, *dilation} == {1} and torch.get_num_threads() == 1
+    large = groups > 1 or (high > 3 and wide > 3) or batch > 1 or input.numel() > 20_480
+    if large and not plain:
+        _refuse_weight(input, weight, " or input should be a MKLDNN tensor and weight is a dense tensor")
+    raise RuntimeError(
+        f"Expected all tensors to be on the same device, but got weight is on {weight.device}, different from other tensors on "
+        f"{input.device} (when checking argument in method wrapper_CUDA___slow_conv2d_forward)"
+    )
 
 
 def _type_name(tensor: Any) -> str:
@@ -202,6 +267,18 @@ def _on_host(arg: Any, most: float, written: bool) -> Any:
     return arg
 
 
+# As C++ calls the types (`TypeMeta`), where that is another name.
+_NAMES_OF_C = {
+    torch.float32: "float", torch.float64: "double", torch.int64: "long", torch.int32: "int", torch.int16: "short",
+    torch.int8: "signed char", torch.uint8: "unsigned char", torch.bool: "bool", torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>", torch.complex32: "c10::complex<c10::Half>",
+}  # fmt: skip
+
+
+def _type_of_c(dtype: torch.dtype) -> str:
+    return _NAMES_OF_C.get(dtype) or f"c10::{_scalar_name(dtype)}"
+
+
 _SCALAR_NAMES = {
     torch.float16: "Half",
     torch.bfloat16: "BFloat16",
@@ -221,13 +298,22 @@ def _scalar_name(dtype: torch.dtype) -> str:
     return _SCALAR_NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
+def _is_of_lists(func: Any) -> bool:
+    """Whether it goes through lists one tensor after the other, where they do not all lie on one device (``ForeachUtils.h``)."""
+    return bool(func._schema.name.startswith("aten::_foreach_"))
+
+
 def _refuse(func: Any, name: str, odd: torch.device, common: torch.device) -> NoReturn:
     # Element-wise kernels are checked by TensorIterator, all others by the wrapper that PyTorch's build generates.
     if func in _FILLS:
         raise RuntimeError(
             f"expected self and mask to be on the same device, but got mask on {odd} and self on {common}"
         )
-    if func in _BY_ELEMENTS or (torch.Tag.pointwise in getattr(func, "tags", ()) and func not in _BY_WRAPPER):
+    if (
+        func in _BY_ELEMENTS
+        or _is_of_lists(func)
+        or (torch.Tag.pointwise in getattr(func, "tags", ()) and func not in _BY_WRAPPER)
+    ):
         # (Which names a card first.)
         first, second = (odd, common) if common.type == "cpu" else (common, odd)
         raise RuntimeError(

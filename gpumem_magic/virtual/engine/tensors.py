@@ -308,7 +308,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 return func(*args, **(kwargs or {}))
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
-            if isinstance(error, RuntimeError) and error.args and "meta" in str(error.args[0]):
+            if isinstance(error, RuntimeError) and error.args and _META_WORDS.search(str(error.args[0])):
                 # C++ names the device that it was told of.
                 error.args = (_named_cuda(str(error.args[0])), *error.args[1:])
             raise (cut_below_c if is_a(func, _OF_C) else cut)(error)  # noqa: B904
@@ -527,12 +527,16 @@ class plainly:
             one.__class__ = kind
 
 
+_META_WORDS = re.compile("meta|Meta")
 _META_NAME = re.compile(r"\bmeta:(\d+)")
+# As `Tensor::toString` has a tensor's type (ATen/core/Tensor.cpp).
+_META_TYPE = re.compile(r"\bMeta([A-Z]\w*)Type\b")
 
 
 def _named_cuda(text: str) -> str:
     """An error's text with the device's name in place of that which C++ was told."""
-    return _META_NAME.sub(r"cuda:\1", text).replace("device type 'meta'", "device type 'cuda'")
+    text = _META_TYPE.sub(r"torch.cuda.\1Tensor", _META_NAME.sub(r"cuda:\1", text))
+    return text.replace("device type 'meta'", "device type 'cuda'")
 
 
 TYPE_NAMES = {

@@ -54,8 +54,11 @@ class Bounds(NamedTuple):
     guess: bool = True
 
     def of(self, tensor: torch.Tensor) -> int:
-        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.uint8:
+        if tensor.is_floating_point() or tensor.is_complex():
             return self.floats
+        if tensor.dtype == torch.uint8:
+            # As many bytes as the largest floating numbers have: images, and the state of a generator (5,056).
+            return self.floats * torch.float64.itemsize
         return 1 << 40 if _LIMIT.every_integer else self.integers
 
     def hold(self, tensor: torch.Tensor) -> bool:

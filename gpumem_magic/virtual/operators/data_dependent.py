@@ -380,30 +380,6 @@ def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device
         return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
 
 
-@special(_aten._nested_tensor_from_mask_left_aligned.default)
-def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
-    """Where each row of the mask ends, and how many it has (``NestedTensorTransformerFunctions.cpp``).
-
-    Nested tensors have sizes that depend on values; the dense way gives the same results but for what stands at padding.
-    """
-    mask = args[1]
-    with pushed(engine.mode):
-        padding = mask.new_zeros(mask.shape[0], 1)
-        padded = torch.cat([mask, padding], 1)
-        numbers = padded.to(torch.int32)
-        ends = numbers.argmin(1)
-        del numbers, padded
-        counts = mask.cumsum(1).select(1, -1)
-        same = counts == ends
-        every = same.all()
-        del every, same, ends, padding, counts
-    taken = values.exact(mask)
-    if taken is not None and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")):
-        aligned = not bool((taken[:, 1:] & ~taken[:, :-1]).any())
-        engine.padded_encoders += aligned and not bool(taken.all())
-    return False
-
-
 @special(_aten._grouped_mm.default)
 def _grouped_mm(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """One product for each group; the groups' ends are values, the shape is not. Rows of the result start at 16 bytes."""

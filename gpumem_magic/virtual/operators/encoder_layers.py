@@ -7,7 +7,9 @@ queries, keys and values in one buffer, whose queries the context is written ove
 
 from __future__ import annotations
 
+import functools
 import sys
+import threading
 from typing import Any, cast
 
 import torch
@@ -15,7 +17,10 @@ import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.host_calls import host_only
+from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import attention
 
@@ -28,7 +33,16 @@ _ANY_WIDTH_FROM = (2, 12)
 _LONGEST_ROW = 1024
 
 
-def install(patches: Patches) -> None:
+class _UnderWay(threading.local):
+    """Where the sequences that an encoder was given, and a card would pack, are padding."""
+
+    padding: torch.Tensor | None = None
+
+
+_UNDER_WAY = _UnderWay()
+
+
+def install(patches: Patches, engine: Engine) -> None:
     """Until the patches are undone, virtual tensors are plain ones where these modules decide for their fast path."""
     asked = torch.overrides.has_torch_function
 
@@ -43,6 +57,63 @@ def install(patches: Patches) -> None:
         return asked(tuple(one for one in relevant_args if type(one) is not VirtualTensor))
 
     patches.set(torch.overrides, "has_torch_function", has_torch_function)
+    if engine.computes:
+        encoder = torch.nn.TransformerEncoder
+        patches.set(encoder, "forward", _encoder(engine, encoder.forward))
+
+
+def _encoder(engine: Engine, original: Any) -> Any:
+    """With zeros for padding where a card unpacks sequences (`TransformerEncoder.forward`): behind the layers, before the last
+    norm. No memory is taken for that."""
+
+    def clear(out: Any) -> None:
+        padding, _UNDER_WAY.padding = _UNDER_WAY.padding, None
+        host = engine.host_of(out) if padding is not None and isinstance(out, VirtualTensor) else None
+        if host is not None and padding is not None:
+            with host_only():
+                host.masked_fill_(padding.unsqueeze(-1), 0.0)
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, _UNDER_WAY.padding = _UNDER_WAY.padding, None
+        first = None if self.norm is None else self.norm.register_forward_pre_hook(lambda _, given: clear(given[0]))
+        try:
+            out = original(self, *args, **kwargs)
+            clear(out)
+            return out
+        finally:
+            _UNDER_WAY.padding = before
+            if first is not None:
+                first.remove()
+
+    return forward
+
+
+@special(_aten._nested_tensor_from_mask_left_aligned.default)
+def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
+    """Where each row of the mask ends, and how many it has (``NestedTensorTransformerFunctions.cpp``).
+
+    Nested tensors have sizes that depend on values; the dense way gives the same results but for what stands at padding, which
+    `_encoder` sees to.
+    """
+    mask = args[1]
+    with pushed(engine.mode):
+        padding = mask.new_zeros(mask.shape[0], 1)
+        padded = torch.cat([mask, padding], 1)
+        numbers = padded.to(torch.int32)
+        ends = numbers.argmin(1)
+        del numbers, padded
+        counts = mask.cumsum(1).select(1, -1)
+        same = counts == ends
+        every = same.all()
+        del every, same, ends, padding, counts
+    taken = values.exact(mask)
+    if taken is not None and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")):
+        aligned = not bool((taken[:, 1:] & ~taken[:, :-1]).any())
+        if aligned and not bool(taken.all()):
+            engine.padded_encoders += 1
+            _UNDER_WAY.padding = ~taken
+    return False
 
 
 @special(_aten._native_multi_head_attention.default)

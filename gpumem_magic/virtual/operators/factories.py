@@ -21,6 +21,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
+from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
@@ -84,6 +85,12 @@ def _is_plainly_given(arg: Any) -> bool:
 def _means_meta(device: Any) -> bool:
     """Whether the program asks for the meta device itself (virtual devices are meta:i to C++, and must not be meant)."""
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and not is_ours(device))
+
+
+def _check_generator_of_host(args: Any, generator: Any) -> None:
+    """For a factory that is given no device, and no tensor to make another like it."""
+    if torch.get_default_device().type == "cpu" and not any(isinstance(arg, torch.Tensor) for arg in args):
+        check_generator(generator, "cpu")
 
 
 def _wraps_others(arg: Any) -> bool:
@@ -270,6 +277,8 @@ class Factories:
         def make_one(*args: Any, **kwargs: Any) -> Any:
             try:
                 if "device" not in kwargs and "pin_memory" not in kwargs:
+                    if "generator" in kwargs:
+                        _check_generator_of_host(args, kwargs["generator"])
                     return original(*args, **kwargs)
                 return make_there(args, kwargs)
             except TypeError:
@@ -309,7 +318,8 @@ class Factories:
         kwargs.pop("pin_memory", None)
         on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
         kwargs = {**kwargs, "device": META}
-        kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
+        # A meta tensor draws nothing, and the device's generator is not the host's.
+        check_generator(kwargs.pop("generator", None), "cuda")
         meta = self._meta(original, args, kwargs)
         name = getattr(original, "__name__", "")
         with self._engine.uninterrupted, self._engine.lock, origin(self._origin()):

@@ -18,6 +18,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.mismatch import in_full_precision, refuse_half_precision
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusolver
 from gpumem_magic.virtual.operators.data_dependent import _placed
@@ -26,6 +27,8 @@ _ADDRESS = _INDEX = 8
 _PIVOT = _CODE = 4
 # Of the highest sum of powers that an exponential is made of.
 _COEFFICIENTS = 25
+# The longest side of matrices that cuSOLVER decomposes many at once of.
+_BATCHED_JACOBI = 32
 _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
@@ -68,11 +71,30 @@ def _solve_triangular(engine: Engine, device: int, size: int, batch: int) -> Non
 # ---- by LU
 
 
+def _is_by_cublas(rows: int, columns: int, batch: int) -> bool:
+    """Whether the kernel of `lu_factor` is cuBLAS's, for many small matrices at once."""
+    return rows == columns and batch > 1 and (rows <= 16 or (rows <= 128 and batch <= 16))
+
+
+@in_full_precision(
+    _aten.linalg_lu.default,
+    _aten.linalg_lu_factor_ex.default,
+    _aten._linalg_solve_ex.default,
+    _aten._linalg_det.default,
+)
+def _lu_kernel(matrices: Any, *_: Any, **named: Any) -> str:
+    rows, columns = matrices.shape[-2:]
+    batch = _batch(matrices.shape)
+    if batch == 1:
+        return "lu_factor_cusolver"
+    return "lu_factor_cublas" if _is_by_cublas(rows, columns, batch) else "lu_factor_magma_batched"
+
+
 def _factorize(engine: Engine, device: int, matrices: Any) -> None:
     """What the kernel of `lu_factor` takes."""
     rows, columns = matrices.shape[-2:]
     batch = _batch(matrices.shape)
-    if rows == columns and batch > 1 and (rows <= 16 or (rows <= 128 and batch <= 16)):
+    if _is_by_cublas(rows, columns, batch):
         _by_cublas(engine, device, batch, 1)
     elif rows == columns and batch == 1:
         _by_cusolver(engine, device, cusolver.getrf(rows))
@@ -213,6 +235,11 @@ def _sign(diagonal: Any, pivots: Any) -> None:
 # ---- by Cholesky
 
 
+@in_full_precision(_aten.linalg_cholesky_ex.default, _aten.cholesky.default)
+def _cholesky_kernel(*_: Any, **named: Any) -> str:
+    return "cholesky_cusolver"
+
+
 @special(_aten.linalg_cholesky_ex.default, _aten.cholesky.default, table=BESIDE)
 def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     batch = _batch(args[0].shape)
@@ -255,6 +282,11 @@ def _cholesky_inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: An
     return []
 
 
+@in_full_precision(_aten.linalg_solve_triangular.default)
+def _triangular_kernel(*_: Any, **named: Any) -> str:
+    return "triangular_solve_cuda"
+
+
 @special(_aten.linalg_solve_triangular.default, table=BESIDE)
 def _triangular(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     batch = _batch(out.shape)
@@ -280,9 +312,20 @@ def _copied_unless_plain(matrices: Any, batch: int) -> list[int]:
 # ---- by reflections
 
 
+def _reflects_many(rows: int, batch: int) -> bool:
+    """Whether the kernel of `geqrf` is cuBLAS's."""
+    return rows <= 256 and batch >= max(2, rows // 16)
+
+
+@in_full_precision(_aten.linalg_qr.default, _aten.geqrf.default)
+def _qr_kernel(matrices: Any, *_: Any, **named: Any) -> str:
+    many = _reflects_many(matrices.shape[-2], _batch(matrices.shape))
+    return "geqrf_batched_cuda" if many else "geqrf_cuda"
+
+
 def _reflect(engine: Engine, device: int, rows: int, columns: int, batch: int, item: int) -> None:
     """What the kernel of `geqrf` takes."""
-    if rows <= 256 and batch >= max(2, rows // 16):
+    if _reflects_many(rows, batch):
         _by_cublas(engine, device, batch, 2)
     else:
         with engine.scratch(device, _CODE):
@@ -292,6 +335,7 @@ def _reflect(engine: Engine, device: int, rows: int, columns: int, batch: int, i
 @special(_aten.geqrf.default)
 def _geqrf(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The matrix, column by column, and the factors of its reflections."""
+    refuse_half_precision(func, args, kwargs)
     *batch, rows, columns = args[0].shape
     packed = _placed(engine, (*batch, columns, rows), args[0].dtype, device).mT
     factors = _placed(engine, (*batch, min(rows, columns)), args[0].dtype, device)
@@ -400,6 +444,11 @@ def _look_at_codes(engine: Engine, device: int, count: int) -> None:
         pass
 
 
+@in_full_precision(_aten._linalg_eigh.default)
+def _eigh_kernel(*_: Any, **named: Any) -> str:
+    return "linalg_eigh_cuda"
+
+
 @special(_aten._linalg_eigh.default)
 def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The vectors come before the values (`_linalg_eigh` in ``BatchLinearAlgebra.cpp``)."""
@@ -463,6 +512,15 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return out
 
 
+@in_full_precision(_aten._linalg_svd.default)
+def _svd_kernel(matrices: Any, *_: Any, driver: str | None = None, **named: Any) -> str:
+    if driver == "gesvda":
+        return "svd_cuda_gesvdaStridedBatched"
+    if driver == "gesvd":
+        return "svd_cuda_gesvd"
+    return f"svd_cuda_gesvdj{'Batched' * (max(matrices.shape[-2:]) <= _BATCHED_JACOBI)}"
+
+
 @special(_aten._linalg_svd.default)
 def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The vectors of both sides come before the values (`_linalg_svd` in ``BatchLinearAlgebra.cpp``)."""
@@ -486,7 +544,7 @@ def _svd(args: Any, kwargs: Any, out: Any) -> list[int]:
     few, batch, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
     sides: list[int] = []
     driver = kwargs.get("driver") or "gesvdj"
-    if driver == "gesvdj" and max(rows, columns) <= 32:
+    if driver == "gesvdj" and max(rows, columns) <= _BATCHED_JACOBI:
         # All vectors of both sides, whatever is asked for.
         asked = ((left, rows), (right, columns))
         sides = [batch * size**2 for vectors, size in asked if vectors.numel() < batch * size**2]

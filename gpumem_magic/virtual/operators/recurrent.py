@@ -167,10 +167,25 @@ def _call(
     return (out, hy) if cx is None else (out, hy, cy)
 
 
+def _check(input: Any, states: Any, weights: Sequence[Any]) -> None:
+    """All on one device (`check_attributes` in ``RNN.h`` of ATen/native)."""
+    for name, tensors in (
+        ("hidden", (states,) if isinstance(states, torch.Tensor) else states),
+        ("parameter", weights),
+    ):
+        for one in tensors:
+            if one.device != input.device:
+                raise RuntimeError(
+                    f"Input and {name} tensors are not at the same device, found input tensor at {input.device} and {name} "
+                    f"tensor at {one.device}"
+                )
+
+
 def _plain(operator: Any, kind: str, mode: int) -> Callable[..., Any]:
     """For sequences of one length, in one tensor."""
 
     def kernel(input: Any, states: Any, weights: Any, *rest: Any) -> Any:
+        _check(input, states, weights)
         if not _acceptable(input, weights):
             if cells.is_on_a_device(input) and input.numel():
                 return cells.run_layers(kind, input, states, weights, *rest)
@@ -185,6 +200,7 @@ def _packed(operator: Any, mode: int) -> Callable[..., Any]:
     """For packed sequences."""
 
     def kernel(data: Any, batch_sizes: Any, states: Any, weights: Any, *rest: Any) -> Any:
+        _check(data, states, weights)
         if not _acceptable(data, weights):
             return operator.decompose(data, batch_sizes, states, weights, *rest)
         has_biases, layers, dropout, train, bidirectional = rest

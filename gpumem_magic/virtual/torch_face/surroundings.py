@@ -20,6 +20,7 @@ from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.uninterrupted import usual
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.modes import is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks
 from gpumem_magic.virtual.operators.convolutions import layout_of
@@ -34,7 +35,7 @@ _MAY_BE_ZEROS = (
 
 def install(patches: Patches, engine: Engine) -> None:
     """Where the engine computes, tensors on the devices have values, which may be looked at."""
-    for step in (_profiler, _ctc_loss, _devices_of_modules, _convolution_formats, _signals):
+    for step in (_profiler, _ctc_loss, _devices_of_modules, _devices_in_transforms, _convolution_formats, _signals):
         patches.attempt(step)
     if not engine.computes:
         for step in (_distributions, checks.install):
@@ -74,6 +75,30 @@ def _distributions(patches: Patches) -> None:
 
     patches.set(kind, "__init__", checked_init)
     patches.set(kind, "_validate_sample", checked_sample)
+
+
+def _devices_in_transforms(patches: Patches) -> None:
+    """What a transform of `torch.func` wraps around a virtual tensor is one of PyTorch's own, and names the device that C++ was
+    told of: here it is on the device. (Where a compiler traces, PyTorch asks on its own account.)"""
+    device_of, is_cuda_of, is_meta_of = (
+        getattr(torch.Tensor, name).__get__ for name in ("device", "is_cuda", "is_meta")
+    )
+
+    def is_wrapped(self: torch.Tensor, told: torch.device) -> bool:
+        return is_ours(told) and not torch._is_functional_tensor(self)
+
+    def device(self: torch.Tensor) -> torch.device:
+        told: torch.device = device_of(self)
+        return torch.device("cuda", told.index) if told.type == "meta" and is_wrapped(self, told) else told
+
+    def is_cuda(self: torch.Tensor) -> bool:
+        return is_cuda_of(self) or is_wrapped(self, device_of(self))
+
+    def is_meta(self: torch.Tensor) -> bool:
+        return is_meta_of(self) and not is_wrapped(self, device_of(self))
+
+    for ours in (device, is_cuda, is_meta):
+        patches.set(torch.Tensor, ours.__name__, property(ours))
 
 
 def _signals(patches: Patches) -> None:
