@@ -120,3 +120,31 @@ def test_each_list_of_the_host_comes_by_itself(version: str, positions: list[int
     mask = torch.zeros(4, 8, dtype=torch.bool)
     mask[0] = True
     assert made(lambda: table[mask]) == [*positions, 8 * 40 * 4]
+
+
+@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8])
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+def test_a_mask_of_other_sizes_is_refused(host: bool, dtype: torch.dtype) -> None:
+    table = torch.zeros(6, 1, device="cuda")
+    mask = torch.zeros(2, 3, dtype=dtype, device="cpu" if host else "cuda")
+    words = r"mask \[2, 3\] at index 0 does not match the shape of the indexed tensor \[6, 1\] at index 0$"
+    with pytest.raises(IndexError, match=words):
+        table[mask]
+    with pytest.raises(IndexError, match=words):
+        table[mask] = 0
+    with pytest.raises(IndexError, match=words):
+        table.index_put_((mask,), torch.ones(1, device="cuda"), accumulate=True)
+    with pytest.raises(IndexError, match=r"mask \[2, 3\] at index 1 .* tensor \[5, 2, 4\] at index 2$"):
+        torch.zeros(5, 2, 4, device="cuda")[:, mask]
+    assert table[torch.zeros(6, 1, dtype=dtype, device=mask.device)].shape[1:] == ()
+
+
+def test_a_size_that_was_assumed_refuses_no_mask() -> None:
+    """On a card the first mask may select four elements as well."""
+    table = torch.zeros(8, 3, device="cuda")
+    chosen = table[torch.rand(8, device="cuda") > 2]
+    assert chosen.shape == (8, 3)
+    assert chosen[torch.ones(4, dtype=torch.bool, device="cuda")].shape == (4, 3)
+    with pytest.raises(IndexError, match="shape of the mask"):
+        chosen[torch.ones(4, 2, dtype=torch.bool, device="cuda")]

@@ -208,6 +208,8 @@ class Engine:
         self._answer: Answer | None = None
         self.reads = Reads()
         self.largest_sizes: Counter[str] = Counter()
+        # Those sizes: what has one may have another on a card.
+        self.assumed: set[int] = set()
         # Sizes that have no upper bound: what was assumed.
         self.other_sizes: Counter[str] = Counter()
         self.kernels_not_run = 0
@@ -764,6 +766,7 @@ class Engine:
         self.count_stand_in(by_user=said is not None, sized=True)
         if said is None:
             self.largest_sizes[operator] += 1
+            self.assumed.add(largest)
             return largest
         return said
 

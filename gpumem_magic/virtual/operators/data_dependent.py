@@ -429,6 +429,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     source, indices = args[0], list(args[1])
     if not isinstance(source, VirtualTensor):
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
+    index_lists.refuse_other_masks(source, indices, engine.assumed)
     expanded: list[Any] = []
     with ExitStack() as held:
         on_host: list[int] = []
@@ -437,7 +438,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         for index in indices:
             if index is None:
                 expanded.append(index)
-            elif index.dtype not in (torch.bool, torch.uint8):
+            elif not index_lists.is_mask(index):
                 expanded.append(index)
                 on_host += index_lists.bytes_to_device(index)
                 widened.append(index_lists.bytes_widened(index))

@@ -8,9 +8,9 @@ step (``Indexing.cu``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +37,40 @@ def lies_of_positions(count: int, dims: int) -> list[Lie]:
 
 # Since when the positions of a mask on the host come as one list. (2.11 does so, 2.6 does not; between them it is not known.)
 _POSITIONS_TOGETHER_FROM = (2, 7)
+
+
+def is_mask(index: Any) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def width(index: Any) -> int:
+    """How many dimensions an index is about."""
+    return int(index.dim()) if index is not None and is_mask(index) else 1
+
+
+def with_dims(indices: Any) -> Iterator[tuple[Any, int]]:
+    """Each index with the first dimension that it is about."""
+    dim = 0
+    for index in indices:
+        yield index, dim
+        dim += width(index)
+
+
+def refuse_other_masks(source: torch.Tensor, indices: Any, assumed: set[int]) -> None:
+    """A mask has the sizes of the dimensions that it is about (`expandTensors` in ``IndexingUtils.h``).
+
+    assumed: sizes of which nobody knows what they are on a card, which alone refuse nothing."""
+    for index, first in with_dims(indices):
+        if index is None or not is_mask(index):
+            continue
+        pairs = zip(index.shape, source.shape[first:], strict=False)
+        other = [(place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1]]
+        if any(assumed.isdisjoint(pair) for _, pair in other):
+            place = other[0][0]
+            raise IndexError(
+                f"The shape of the mask {[*index.shape]} at index {place} does not match the shape of the indexed tensor "
+                f"{[*source.shape]} at index {first + place}"
+            )
 
 
 def bytes_to_device(index: torch.Tensor) -> list[int]:

@@ -7,7 +7,7 @@ pairs of eight bytes each by two passes, 138,751 for 8192.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from math import ceil, log, log2, prod
 from typing import Any
@@ -327,15 +327,16 @@ def _hold_ends(engine: Engine, device: int, copied: int) -> None:
 @special(*overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"))
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
+    index_lists.refuse_other_masks(target, indices, engine.assumed)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     is_checked = func is not _aten._index_put_impl_.default or not (args[4] if len(args) > 4 else kwargs.get("unsafe"))
     if func in IN_PLACE and writes_into_zeros():
         # (A gradient's own indices are in range.)
         func, is_checked = IN_PLACE[func], False
     out = engine.run(func, args, kwargs, device)
-    given = [(index, dim) for index, dim in _with_dims(indices) if isinstance(index, torch.Tensor)]
+    given = [(index, dim) for index, dim in index_lists.with_dims(indices) if isinstance(index, torch.Tensor)]
     is_number = not isinstance(source, VirtualTensor)
-    on_device = [isinstance(index, VirtualTensor) and _is_mask(index) for index, _ in given]
+    on_device = [isinstance(index, VirtualTensor) and index_lists.is_mask(index) for index, _ in given]
     if is_number and on_device == [True] and not accumulate and source.numel() == 1:
         # A number for the places of a mask is filled in without looking for them, if the mask is on the device.
         return out
@@ -347,10 +348,10 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     chosen_dims = []
     with ExitStack() as positions:
         for index, dim in given:
-            chosen_dims += list(range(dim, dim + _width(index)))
+            chosen_dims += list(range(dim, dim + index_lists.width(index)))
             at_home = not isinstance(index, VirtualTensor)
-            on_host += [at_home] * _width(index)
-            if _is_mask(index):
+            on_host += [at_home] * index_lists.width(index)
+            if index_lists.is_mask(index):
                 count = _positions(index, source)
                 listed = count * index.dim() * _INDEX
                 if at_home and not (accumulate or _is_sorted_anyway(engine, device, source)):
@@ -409,23 +410,6 @@ def _is_sorted_anyway(engine: Engine, device: int, source: Any) -> bool:
 
 def _hold_positions(engine: Engine, device: int, mask: Any, listed: int, held: ExitStack) -> None:
     hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
-
-
-def _is_mask(index: Any) -> bool:
-    return index.dtype in (torch.bool, torch.uint8)
-
-
-def _width(index: Any) -> int:
-    """How many dimensions an index is about."""
-    return int(index.dim()) if index is not None and _is_mask(index) else 1
-
-
-def _with_dims(indices: Any) -> Iterator[tuple[Any, int]]:
-    """Each index with the first dimension that it is about."""
-    dim = 0
-    for index in indices:
-        yield index, dim
-        dim += _width(index)
 
 
 def _positions(mask: Any, source: Any) -> int:
