@@ -658,3 +658,26 @@ def test_a_way_that_torchscript_goes_by_a_stand_in_is_said_first() -> None:
     with gpumem_magic.measure(device="T4") as measured:
         print(adds(unknown()).sum().item())
     assert "does not know" not in measured.report.answer
+
+
+@pytest.mark.parametrize(
+    ("code", "sized"),
+    [
+        ("n = max(x.max(), 20)\ny = torch.zeros(n)\n", True),
+        ("most = x.max()\ndef f(most):\n    n = min(20, most + 1)\n    return one_hot(i, n)[..., :20]\n", False),
+        ("n = min([x.max(), 20], key=len)\ny = torch.zeros(4)\n", False),
+        ("best = max(best, x.max())\nprint(best)\ny = torch.zeros(20)\n", False),
+    ],
+)
+def test_of_two_sizes_the_larger_is_chosen_by_a_comparison(tmp_path: Path, code: str, sized: bool) -> None:
+    """What is read is a flag, whether the one is larger; the size is one of the two."""
+    file, line = read_in(tmp_path, code)
+    assert makes_a_size(file, line, whole=False) is sized
+
+
+def test_the_larger_of_a_stand_in_and_a_number_is_said_to_make_a_size() -> None:
+    with gpumem_magic.measure(device="T4") as measured:
+        most = unknown().long().max()
+        made = torch.zeros(max(most, 20), 4, device="cuda")
+        del made
+    assert measured.report.answer.startswith("A size may be another on a GPU: it is made of a value")

@@ -22,6 +22,7 @@ LEAVES = (ast.Break, ast.Return, ast.Raise)
 _PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
 # What chooses among objects by a function of theirs, and what hands a function on to objects.
 _CHOOSING = frozenset(("min", "max", "sorted", "sort", "nlargest", "nsmallest"))
+_OF_TWO = frozenset(("min", "max"))
 _APPLYING = frozenset(("map", "filter"))
 # What selects on the host, or keeps each value once.
 _SELECTING = frozenset((
@@ -141,10 +142,17 @@ def selections(node: ast.expr) -> Iterator[ast.expr]:
 
 def whole_numbers(node: ast.AST) -> Iterator[ast.expr]:
     """What decides about whole numbers in an expression, where that is no number of its kind: rounded ones, places of values, and
-    one or the other of two."""
+    one or the other of two (Python's own `max` and `min` compare them)."""
     for one in ast.walk(node):
         if isinstance(one, ast.IfExp):
             yield one.test
+        elif (
+            isinstance(one, ast.Call)
+            and isinstance(one.func, ast.Name)
+            and one.func.id in _OF_TWO
+            and len(one.args) > 1
+        ):
+            yield from one.args
         elif isinstance(one, ast.Call) and called(one) in _WHOLE and not (called(one) == "round" and len(one.args) > 1):
             yield from (part for part in _taken(one) if not _OF_SHAPE.intersection(_words(part)))
 
