@@ -7,7 +7,7 @@ As our own fake mode does (`engine.modes`): C++ is told ``meta:i``, Python ``cud
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -137,6 +137,8 @@ def _leave_the_programs_tensors_out(patches: Patches) -> None:
     patches.set(whole, "construct_fake_mode", construct_fake_mode)
     patches.set(whole, "detect_fake_mode", detect_fake_mode)
     patches.set(whole, "process_inputs", process_inputs)
+    if hasattr(whole, "maybe_get_fake_mode"):  # (2.14 asks the first fake input whether sizes are symbols)
+        patches.set(whole, "maybe_get_fake_mode", _mode_of_an_input(whole.maybe_get_fake_mode))
     checks = importlib.import_module("torch._dynamo.utils")
     check = checks.assert_no_fake_params_or_buffers
 
@@ -182,6 +184,19 @@ def _inside(value: Any) -> VirtualTensor | None:
     return next(
         (one for part in inner if (one := part if isinstance(part, VirtualTensor) else _inside(part)) is not None), None
     )
+
+
+def _mode_of_an_input(mode_of: Callable[[object], FakeTensorMode | None]) -> Callable[[object], FakeTensorMode | None]:
+    """The trace's, for the program's tensors: that is the mode of what Dynamo makes of them."""
+    guards = importlib.import_module("torch._guards")
+
+    def maybe_get_fake_mode(value: object) -> FakeTensorMode | None:
+        if not _is_the_programs(value):
+            return mode_of(value)
+        tracing = guards.TracingContext.try_get()
+        return None if tracing is None else tracing.fake_mode
+
+    return maybe_get_fake_mode
 
 
 def _others(inputs: Any) -> list[Any]:
