@@ -198,6 +198,28 @@ def test_a_distribution_of_the_hosts_takes_samples_of_the_device() -> None:
     torch.distributions.Normal(0.0, 1.0).log_prob(torch.randn(300, device="cuda"))
 
 
+@pytest.mark.parametrize("values", ["stand-in", "auto"])
+def test_a_small_distribution_is_as_it_has_to_be(values: str) -> None:
+    """Of few elements flags are guessed one by one (a sum is not within a tolerance of one), and none of that is asked here."""
+    gpu.turn_off()
+    machine = gpu.turn_on(f"T4,values={values}")
+    scores = torch.nn.Linear(4, 2, device="cuda")(torch.rand(3, 4, device="cuda"))
+    kinds: list[torch.distributions.Distribution] = []
+    for probabilities in (scores.softmax(-1), scores[0].softmax(-1)):
+        kinds.append(torch.distributions.Categorical(probabilities))
+        kinds.append(torch.distributions.Categorical(logits=probabilities))
+        kinds.append(torch.distributions.Bernoulli(probabilities))
+    kinds.append(torch.distributions.Bernoulli(scores[0, 0].sigmoid()))
+    for kind in kinds:
+        kind.log_prob(kind.sample())
+    assert not machine.reads.counts
+    # What is known is looked at.
+    with pytest.raises(ValueError, match="Expected parameter probs"):
+        torch.distributions.Categorical(torch.tensor([0.5, -0.5], device="cuda"))
+    with pytest.raises(ValueError, match="to be within the support"):
+        kinds[1].log_prob(torch.tensor([5], device="cuda"))
+
+
 def test_a_mask_that_is_only_guessed_selects_as_many_of_one_tensor_as_of_another() -> None:
     x = torch.randn(8, 4, device="cuda")[:, torch.tensor([1, 3], device="cuda")]
     wide = torch.randn(8, 2, 300, device="cuda")

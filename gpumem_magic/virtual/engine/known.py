@@ -222,6 +222,15 @@ class KnownEngine(ComputingEngine):
             if ahead is None:
                 raise
             out = self._out_of(func, args, ahead[1], device)
+        if (
+            found is not None
+            and not found.sure
+            and not found.written
+            and _is_followed(out)
+            and self.host_of(out) is not None
+        ):
+            # The operator's rule knows more than follows from guesses.
+            return out
         if found is not None and has_values(func, args, out) and self._are_small(out, found):
             if ahead is None:
                 ahead = self._attempt(found, func, args, kwargs, device)
@@ -515,6 +524,10 @@ def _is_unknown(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, VirtualTensor):
         return KNOWN not in tensor.__dict__
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_followed(out: Any) -> bool:
+    return isinstance(out, VirtualTensor) and KNOWN in out.__dict__
 
 
 def _mark_views(args: Any, out: Any) -> None:
