@@ -65,12 +65,19 @@ def _is_as_recorded(capability: tuple[int, int], version: Version) -> bool:
 
 
 def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int:
+    recorded = _is_as_recorded(capability, version)
     if call.dtype == torch.float32:
-        return _in_tf32(call, capability) if _runs_in_tf32(capability, tf32) else _in_float32(call, capability)
+        if not _runs_in_tf32(capability, tf32):
+            return _in_float32(call, capability)
+        if recorded and call.last:
+            return _in_tf32_with_channels_last(call)
+        if recorded and call.way == "forward" and _begins_with_images(call):
+            return sum(_copies(call, 1))
+        return _in_tf32(call, capability)
     if not _has_tensor_cores(call.dtype, capability):
         return 0
     if call.last:
-        return _of_odd_channels(call) if _is_as_recorded(capability, version) else 0
+        return _in_half_with_channels_last(call) if recorded else 0
     if version < _FIRST_THAT_ANSWERS or capability == (7, 0):
         return _in_channels_last(call)
     return _in_half_precision(call)
@@ -139,6 +146,9 @@ _BLOCKS_AT_ONCE = 80
 _SUMMANDS_OF_A_BLOCK = 1024
 _CHANNELS_TOGETHER = 4
 _CHANNELS_OF_AN_IMAGE = 4
+_POINTS_OF_A_FIRST_KERNEL = 49
+_POINTS_OF_A_PATCH = 100
+_WIDE = 8
 _ALIGNMENT = 16
 _ORDER_OF_TILES = 131
 _TILE = (256, 128)
@@ -259,16 +269,50 @@ def _in_half_precision(call: Convolution) -> int:
     return fine + weight + coarse
 
 
-def _of_odd_channels(call: Convolution) -> int:
-    """With the channels last nothing needs a copy but what has not eight of them, or a multiple, and then the weight, too. An
-    image is read as it is."""
+def _begins_with_images(call: Convolution) -> bool:
+    """Whether a large kernel slides over images, as a ResNet's first does."""
+    return call.fine[1] < _CHANNELS_OF_AN_IMAGE and _slides(call) and prod(call.kernel) >= _POINTS_OF_A_FIRST_KERNEL
+
+
+def _slides(call: Convolution) -> bool:
+    return min(call.stride) < min(call.kernel)
+
+
+def _in_half_with_channels_last(call: Convolution) -> int:
+    """On Hopper nothing needs a copy but what has odd channels. A forward reads images as they are, but for large kernels: four
+    channels are enough for those that slide."""
+    if call.way != "forward" or call.coarse[1] % 8 or call.fine[1] > _CHANNELS_OF_AN_IMAGE:
+        return _of_odd_channels(call, 8)
+    if _begins_with_images(call):
+        return sum(_copies(call, _CHANNELS_TOGETHER)[:2]) if len(call.stride) == 2 else 0
+    return _of_odd_channels(call, 8) if prod(call.kernel) >= _POINTS_OF_A_PATCH else 0
+
+
+def _in_tf32_with_channels_last(call: Convolution) -> int:
+    """On Hopper: odd channels; both sides of images, where a gradient needs them, but for a weight's of a small kernel; and what
+    is widely dilated."""
+    fine, weight, coarse = _copies(call, 1)
     if prod(call.kernel) == 1:
         return 0
-    sides = [shape for shape in (call.fine, call.coarse) if shape[1] % 8]
-    if not sides or (call.way == "forward" and sides == [call.fine] and call.fine[1] <= _CHANNELS_OF_AN_IMAGE):
+    if call.fine[1] < _CHANNELS_OF_AN_IMAGE:
+        if call.way == "forward":
+            return fine + weight
+        if call.way == "weight":
+            fine, _, coarse = _copies(call, _CHANNELS_TOGETHER)
+            return fine + coarse if prod(call.kernel) >= _POINTS_OF_A_FIRST_KERNEL else 0
+        return _of_odd_channels(call, _CHANNELS_TOGETHER) if _is_plain(call) else fine + weight + coarse
+    if min(call.dilation) > _WIDE:
+        return weight + coarse + (fine if call.way != "input" else 0)
+    return _of_odd_channels(call, _CHANNELS_TOGETHER)
+
+
+def _of_odd_channels(call: Convolution, multiple: int) -> int:
+    """A copy of each side whose channels are no multiple, and then of the weight, too."""
+    if prod(call.kernel) == 1:
         return 0
-    fine, weight, coarse = _copies(call, 8)
-    return weight + (fine if call.fine in sides else 0) + (coarse if call.coarse in sides else 0)
+    fine, weight, coarse = _copies(call, multiple)
+    odd = bool(call.fine[1] % multiple), bool(call.coarse[1] % multiple)
+    return weight * any(odd) + fine * odd[0] + coarse * odd[1]
 
 
 def _in_channels_last(call: Convolution) -> int:
