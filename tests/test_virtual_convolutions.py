@@ -18,7 +18,7 @@ from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.memory import Convolution
-from gpumem_magic.virtual.operators.cudnn import estimate
+from gpumem_magic.virtual.operators.cudnn import estimate, largest_tried
 
 A100 = (8, 0)
 BEFORE, TODAY = (2, 6), (2, 13)
@@ -405,6 +405,43 @@ def test_trials_of_the_benchmark_empty_the_cache_once_for_each_kind(on: Any) -> 
     assert not cached_after(x)
     assert cached_after(x)
     assert not cached_after(x[:2])
+
+
+BATCH_OF_DENSENET = ((8, 768, 7, 7), (128, 768, 1, 1), (8, 128, 7, 7), (1, 1), (0, 0), (1, 1), 1)
+
+
+def test_the_largest_plan_that_trials_try_is_an_h100s() -> None:
+    """Recorded there: Fourier transforms of 16 x 18 numbers of 8 bytes, of 128 x 768 weights and, forwards, 8 x 768 inputs; with
+    the weights laid out anew, or the results. In half precision all is copied."""
+    sizes = [
+        largest_tried(Convolution(way, *BATCH_OF_DENSENET, dtype, last), (9, 0), (2, 11))
+        for way, dtype, last in (
+            ("forward", torch.float32, False),
+            ("weight", torch.float32, False),
+            ("forward", torch.half, True),
+        )
+    ]
+    assert sizes[:2] == [241_041_408, 226_693_120]
+    assert sizes[2] == 2 * (8 * 768 * 49 + 128 * 768 + 8 * 128 * 49) + 16
+    # A transform of 32 is the next.
+    larger = ((8, 512, 32, 32), (256, 512, 1, 1), (8, 256, 32, 32), *BATCH_OF_DENSENET[3:])
+    assert largest_tried(Convolution("weight", *larger, torch.float32, False), (9, 0), (2, 11)) == 1_149_239_296
+    # For other cards nothing was recorded, and strides have no such plan.
+    forward = Convolution("forward", *BATCH_OF_DENSENET, torch.float32, False)
+    assert largest_tried(forward, A100, (2, 11)) == 0
+    strided = ((8, 768, 8, 8), (128, 768, 2, 2), (8, 128, 4, 4), (2, 2), *BATCH_OF_DENSENET[4:])
+    assert largest_tried(Convolution("forward", *strided, torch.float32, False), (9, 0), (2, 11), tf32=False) == 0
+
+
+def test_the_benchmarks_trials_share_that_block_and_halve_it_where_there_is_no_room(on: Any) -> None:
+    on("H100,torch=2.11")
+    torch.backends.cudnn.benchmark = True
+    layer = nn.Conv2d(768, 128, 1, bias=False, device="cuda")
+    x = torch.zeros(8, 768, 7, 7, device="cuda")
+    # (What is left of a block below 1 MiB is not split off.)
+    assert [scratch(lambda: layer(x)) // MIB for _ in range(2)] == [241_172_480 // MIB, 0]
+    torch.cuda.set_per_process_memory_fraction(200 * MIB / torch.cuda.get_device_properties(0).total_memory)
+    assert scratch(lambda: layer(x[:7])) // MIB == (241_041_408 - 768 * 2304) // 2 // MIB
 
 
 # ---- layouts
