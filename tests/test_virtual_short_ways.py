@@ -64,6 +64,12 @@ OPERATORS: dict[str, Operator] = {
     "picked": lambda x, _: x[torch.tensor([0, 0], device=x.device)],
     "masked": lambda x, y: x.masked_fill(x > y, 0),
     "each": lambda x, y: torch._foreach_add([x, y], 1.0 if x.is_floating_point() else 1),
+    "each with each": lambda x, y: torch._foreach_sub([x, y], [y, x]),
+    "each in place": lambda x, y: torch._foreach_mul_([x, y], 2),
+    "largest three": lambda x, _: x.flatten().topk(1),
+    "variance and mean": lambda x, _: torch.var_mean(x.double(), 0, correction=0),
+    "least and most": lambda x, _: torch.aminmax(x, dim=-1),
+    "parts": lambda x, _: x.split(1),
     "norm": lambda x, _: F.layer_norm(x.double(), x.shape[1:]),
     "alike": lambda x, _: torch.zeros_like(x),
     "none of it": lambda x, _: x.contiguous(),
@@ -339,6 +345,19 @@ def test_what_is_made_like_another_tensor_goes_at_once_too(machine: gpu.VirtualM
         assert not made._is_view()
         made.add_(1.0)
         assert like(x).tolist() == [float(like is torch.ones_like)] * 4
+
+
+def test_functions_of_several_tensors_go_at_once_too(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    x = torch.tensor([[1.0, 5.0], [7.0, 3.0]], device="cuda")
+    for turn in range(3):
+        largest = x.max(1)
+        assert (largest.values.tolist(), largest.indices.tolist()) == ([5.0, 7.0], [1, 0])
+        doubled = torch._foreach_mul([x, x[0]], 2.0)
+        assert [one.tolist() for one in doubled] == [[[2.0, 10.0], [14.0, 6.0]], [2.0, 10.0]]
+        assert at_once.count(torch.ops.aten.max.dim) == at_once.count(torch.ops.aten._foreach_mul.Scalar) == turn
+    assert type(largest).__name__ == "max"
+    largest.values.add_(1.0)
+    assert x.max(1).values.tolist() == [5.0, 7.0]
 
 
 def test_a_number_is_read_at_once_unless_somebody_looks_on(machine: gpu.VirtualMachine) -> None:

@@ -55,8 +55,41 @@ def test_initialisation_is_said_as_cuda_says_it() -> None:
     assert torch.cuda.is_initialized()
     torch.cuda.synchronize()
     torch.cuda.ipc_collect()
-    torch.cuda.set_sync_debug_mode("warn")
+
+
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_what_waits_for_the_device_is_told_in_sync_debug_mode(values: str) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"T4,values={values}")
+    x, host = torch.ones(4, device="cuda"), torch.ones(4)
+    waiting: list[Callable[[], object]] = [
+        lambda: x.sum().item(), lambda: bool(x[0] > 0), x.cpu, x.tolist, host.cuda, lambda: x.copy_(host),
+        lambda: host.copy_(x), x.nonzero, lambda: x[x > 0], lambda: torch.equal(x, x),
+    ]  # fmt: skip
+    going_on: list[Callable[[], object]] = [
+        lambda: x + 1, lambda: x.half(), lambda: host.cuda(non_blocking=True), lambda: x.to("cpu", non_blocking=True),
+        lambda: x.copy_(host, non_blocking=True), lambda: torch.zeros(3, device="cuda"), lambda: x[:2].clone(),
+        torch.cuda.synchronize,
+    ]  # fmt: skip
+    for way in (*waiting, *going_on):
+        way()  # (With values=real the second call takes a shorter way.)
     assert torch.cuda.get_sync_debug_mode() == 0
+    torch.cuda.set_sync_debug_mode("warn")
+    for way in waiting:
+        with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as told:
+            way()
+        assert told[0].filename == __file__
+    torch.cuda.set_sync_debug_mode(2)
+    for way in waiting:
+        with pytest.raises(RuntimeError, match=r"^called a synchronizing CUDA operation$"):
+            way()
+    for way in going_on:
+        way()
+    torch.cuda.set_sync_debug_mode("default")
+    for way in waiting:
+        way()
+    with pytest.raises(RuntimeError, match="invalid value of debug_mode"):
+        torch.cuda.set_sync_debug_mode("loud")
 
 
 @pytest.mark.parametrize(

@@ -55,9 +55,10 @@ class Answer:
     as_on_host: bool = False
     kernels: Kernels | None = None
 
-    def lies_as(self, host: torch.Tensor) -> bool:
-        """Whether a host's result, of arguments that look so, lies as the device's. (Settings may have changed its strides.)"""
-        made = self.made[0]
+    def lies_as(self, host: torch.Tensor, number: int = 0) -> bool:
+        """Whether a host's result, of arguments that look so, lies as the device's. (Settings may have changed its strides.)
+        number: of several the how manieth."""
+        made = self.made[number]
         return self.as_on_host and type(made) is tuple and host.stride() == made[1] and host.size() == made[0]
 
 

@@ -179,6 +179,12 @@ def gives_one_tensor(func: Any) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
+def gives_tensors(func: Any) -> bool:
+    """Nothing else, and at least one."""
+    returns = func._schema.returns
+    return bool(returns) and all(str(one.type) in ("Tensor", "Tensor[]", "List[Tensor]") for one in returns)
+
+
 def comes_first(func: Any) -> bool:
     """Whether the host runs an operator before the device does, for the size of its result."""
     return func in FIRST or func._schema.name in _FIRST_OF_LIBRARIES

@@ -34,7 +34,7 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten, overloads
 from gpumem_magic.uninterrupted import Uninterrupted
-from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied
+from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied, waiting
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
@@ -216,6 +216,8 @@ class Engine:
         # How often a card would have packed padded sequences into a nested tensor.
         self.padded_encoders = 0
         self.unknown: set[str] = set()
+        # What `torch.cuda.set_sync_debug_mode` was given.
+        self.told_of_waiting = waiting.NOTHING
         self.holds_sparse = False
         self.attend: Callable[..., Any] = _no_attention
         # By the operator's `id`: PyTorch's own hash of it is Python's, and takes longer than looking it up.
@@ -338,7 +340,7 @@ class Engine:
             # The way out of what C++ makes like another tensor (``zeros_like``).
             heard[0] = heard[0]._replace(out=out)
             return out
-        heard.append(Heard(func, args, kwargs, out if isinstance(out, VirtualTensor) else None))
+        heard.append(Heard(func, args, kwargs, out if isinstance(out, (VirtualTensor, tuple, list)) else None))
         STATE.heard = heard
         return out
 
@@ -381,6 +383,8 @@ class Engine:
             self.table.drain()
             if self.table.holds_overwritten:
                 self.refuse_overwritten(args, kwargs)
+            if self.told_of_waiting and waiting.waits(func, args, kwargs):
+                waiting.tell(self.told_of_waiting)
             STATE.last_device = device
             if id(func) in self._writing_each:
                 increment_version([tensor for tensor in args[0] if not tensor.is_inference()])

@@ -17,6 +17,7 @@ from gpumem_magic.looks.tensors import is_view
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.calls import device_among
+from gpumem_magic.virtual.engine.host_calls import is_plain
 from gpumem_magic.virtual.engine.modes import STATE, undisturbed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -28,7 +29,7 @@ _COPY = _aten._to_copy.default
 
 
 class Heard(NamedTuple):
-    """An operator that ran while somebody listened (`ThreadState.heard`), and its result if that is one tensor."""
+    """An operator that ran while somebody listened (`ThreadState.heard`), and its result if that is one tensor, or several."""
 
     func: Any
     args: Any
@@ -46,7 +47,8 @@ class Shortcut(NamedTuple):
     """The operator that a function comes down to. places: for each of its arguments the number of the function's (of those in
     lists, too), several for a list, or what is given. nested: whether the function has lists. writes: its first argument.
 
-    on_host: whether the function itself may be called with the host's tensors in the place of the device's.
+    on_host: whether the function itself may be called with the host's tensors in the place of the device's. kind: the class of
+    what it returns where that is several tensors.
     """
 
     func: Any
@@ -57,6 +59,7 @@ class Shortcut(NamedTuple):
     device: int
     answer: Answer
     on_host: bool
+    kind: Any
 
     def operator(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
         """(operator, its arguments, its named ones) for a call of the function."""
@@ -165,14 +168,14 @@ class FunctionCalls:
         return HostCopy(_COPY, source, given.fake_device.index, out.size(), out.stride(), out.dtype)
 
     def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
-        if type(out) is not VirtualTensor or heard.out is not out:
+        several = type(out) is not VirtualTensor
+        if not _is_the_same(out, heard.out):
             return None
         answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
-        if answer is None or answer.kind is not None:
+        if answer is None or (answer.kind is not None) != several:
             return None
-        made = answer.made[0]
-        writes = made == 0 and heard.func._schema.is_mutable
-        if not writes and not (type(made) is tuple and made[3] is None):
+        writes = answer.made[0] == 0 and heard.func._schema.is_mutable and not several
+        if not writes and not all(type(made) is tuple and made[3] is None for made in answer.made):
             # Autograd has to know of a view.
             return None
         given = (*args, *kwargs.values())
@@ -193,8 +196,18 @@ class FunctionCalls:
             return None
         # (A device that is named is not the host's.)
         named = (*heard.args, *heard.kwargs.values())
-        on_host = not any(isinstance(one, torch.device) for one in named)
-        return Shortcut(heard.func, found, tuple(heard.kwargs), nested, writes, device, answer, on_host)
+        kind = type(out) if several else None
+        on_host = not any(isinstance(one, torch.device) for one in named) and (kind is None or is_plain(heard.func))
+        return Shortcut(heard.func, found, tuple(heard.kwargs), nested, writes, device, answer, on_host, kind)
+
+
+def _is_the_same(out: Any, heard: Any) -> bool:
+    """Whether a function returns what its operator gave: one tensor, or several."""
+    if type(out) is VirtualTensor:
+        return heard is out
+    if not (isinstance(out, (tuple, list)) and isinstance(heard, (tuple, list)) and 0 < len(out) == len(heard)):
+        return False
+    return all(type(one) is VirtualTensor and one is other for one, other in zip(out, heard, strict=True))
 
 
 def _flat(items: Any) -> tuple[Any, ...]:

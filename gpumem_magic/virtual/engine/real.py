@@ -24,6 +24,7 @@ from gpumem_magic.virtual.engine.computing import (
     comes_first,
     dim_of_size,
     gives_one_tensor,
+    gives_tensors,
     has_values,
     runs_in_parts,
     touches_values,
@@ -56,11 +57,12 @@ _empty_strided = torch._C._VariableFunctions.empty_strided
 
 class _Handling(NamedTuple):
     """Whether an operator touches values; whether the host runs it first; what the host calls for it where all else follows from
-    how the arguments look; and what was met of it."""
+    how the arguments look, and whether that gives one tensor; and what was met of it."""
 
     touches: bool
     first: bool
     function: Any
+    gives_one: bool
     met: Met
 
 
@@ -146,7 +148,7 @@ class RealEngine(ComputingEngine):
 
     def _is_free(self) -> bool:
         """Whether what runs now is the program's own call, and is done when it is called."""
-        return not (self.closed_because or self._nested or self.tape is not None)
+        return not (self.closed_because or self._nested or self.tape is not None or self.told_of_waiting)
 
     def _begin(self, device: int) -> None:
         """What is done before each operator."""
@@ -166,7 +168,9 @@ class RealEngine(ComputingEngine):
         if writes and not shortcut.may_write(args[0]):
             return NotImplemented
         if self._under_way is not None or table.holds_overwritten or self.memory.is_recorded(device):
-            out: VirtualTensor = self._handle(*shortcut.operator(args, kwargs), device, answer)
+            out: Any = self._handle(*shortcut.operator(args, kwargs), device, answer)
+            if shortcut.kind is not None:
+                return shortcut.kind(out)
             return self._written(out) if writes else out
         call: Any = ()
         beside = met.takes_after or (met.beside is not None and answer.kernels is None)
@@ -175,16 +179,23 @@ class RealEngine(ComputingEngine):
             if met.asks and met.plain is not None and not met.plain(self, call[1], call[2]):
                 return NotImplemented
         self._begin(device)
-        placement = None
+        placement: Any = None
         if writes:
             out = args[0]
         else:
             out = self.alike.given(answer, args, kwargs)
-            placement = table.place(out.untyped_storage(), device, node_now() if STATE.backward else 0)
+            node = node_now() if STATE.backward else 0
+            if shortcut.kind is None:
+                placement = table.place(out.untyped_storage(), device, node)
+            else:
+                placement = [table.place(one.untyped_storage(), device, node) for one in out]
         if answer.kernels is not None:
             self.run_kernels(answer.kernels, device)
         elif beside:
             self._beside(met, call[0], call[1], call[2], out, device, answer)
+        if shortcut.kind is not None:
+            self._compute_several(shortcut, function, args, kwargs, out, placement)
+            return shortcut.kind(out)
         if not shortcut.on_host or not self._compute_again(function, args, kwargs, out, answer, placement):
             func, args, kwargs = call or shortcut.operator(args, kwargs)
             self._operate_again(func, args, kwargs, out, answer)
@@ -214,8 +225,8 @@ class RealEngine(ComputingEngine):
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         way = self._ways.get(id(func)) or self._way_of(func)
-        touches, first, function, met = way
-        if function is not None and not self._nested and self.tape is None:
+        touches, first, function, gives_one, met = way
+        if function is not None and gives_one and not self._nested and self.tape is None:
             found = self.again(met, func, args, kwargs, device, answer)
             if found is not None:
                 with no_functions() if undisturbed() else host_only():
@@ -258,8 +269,9 @@ class RealEngine(ComputingEngine):
     def _way_of(self, func: Any) -> _Handling:
         touches, first = touches_values(func), comes_first(func)
         met = self._met.get(id(func)) or self._meet(func)
-        again = met.again and touches and not first and gives_one_tensor(func)
-        way = self._ways[id(func)] = _Handling(touches, first, plain_function(func) if again else None, met)
+        again = met.again and touches and not first and gives_tensors(func)
+        function = plain_function(func) if again else None
+        way = self._ways[id(func)] = _Handling(touches, first, function, gives_one_tensor(func), met)
         return way
 
     # ---- values
@@ -334,6 +346,34 @@ class RealEngine(ComputingEngine):
         in_c = not isinstance(function, FunctionType)
         if not self._compute_again(function._op if in_c else function, args, kwargs, out, answer):
             self._compute_again(partial(_computed, func) if in_c else function, args, kwargs, out, answer, sure=True)
+
+    def _compute_several(
+        self, shortcut: Shortcut, function: Any, args: Any, kwargs: Any, outs: Any, placements: Any
+    ) -> None:
+        """The same of several new tensors."""
+        answer, twins = shortcut.answer, self.twins
+        results: Any = None
+        if shortcut.on_host:
+            hosts = [on_host(twins, arg) for arg in args]
+            named = {name: on_host(twins, arg) for name, arg in kwargs.items()} if kwargs else {}
+            try:
+                results = function(*hosts, **named)
+            except RuntimeError as error:
+                if not lacks_kernel(error):
+                    raise
+        if results is None or not answer.as_on_host:
+            # (With care, and as often as a host's results do not lie as the device's.)
+            func, args, kwargs = shortcut.operator(args, kwargs)
+            call, results, kept = self._run(func, args, kwargs, shortcut.device)
+            self._put(outs, call, results, kept)
+            answer.as_on_host = all(twins.has_taken(mine, its) for mine, its in zip(outs, results, strict=True))
+            return
+        self.computed += 1
+        for number, (placement, result) in enumerate(zip(placements, results, strict=True)):
+            if answer.lies_as(result, number):
+                placement.twin, placement.host = result.untyped_storage(), result
+            elif not twins.keep(outs[number], result, ()):
+                refuse_to_compute(getattr(function, "__name__", function), "its results have other sizes on the host")
 
     def _compute_again(
         self,

@@ -17,6 +17,7 @@ import torch.cuda.random
 import torch.cuda.streams
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import waiting
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork
 from gpumem_magic.virtual.torch_face import streams
 from gpumem_magic.virtual.torch_face.cuda_memory import CudaMemory
@@ -234,12 +235,16 @@ class CudaFace:
         self._machine.settle()
 
     def get_sync_debug_mode(self) -> int:
-        return 0
+        return self._machine.engine.told_of_waiting
 
-    def set_sync_debug_mode(self, *args: Any, **kwargs: Any) -> None:
+    def set_sync_debug_mode(self, debug_mode: int | str) -> None:
+        names = {"default": waiting.NOTHING, "warn": waiting.WARN, "error": waiting.ERROR}
+        if isinstance(debug_mode, str) and debug_mode not in names:
+            raise RuntimeError("invalid value of debug_mode, expected one of `default`, `warn`, `error`")
+        self._machine.engine.told_of_waiting = names[debug_mode] if isinstance(debug_mode, str) else debug_mode
+
+    def _sleep(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to wait for."""
-
-    _sleep = set_sync_debug_mode
 
     def _no_reading(self, device: Any = None) -> int:
         raise RuntimeError("a virtual GPU has no load, temperature, power or clock")
