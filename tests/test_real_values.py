@@ -461,3 +461,14 @@ def test_an_encoder_gives_zeros_for_padding_as_where_it_unpacks_sequences(normed
     gpu.turn_on("T4,values=real")
     for here, there in zip(run("cuda"), hosts, strict=True):
         torch.testing.assert_close(here, there)
+
+
+def test_a_devices_own_generator_may_be_given() -> None:
+    gpu.turn_on("T4,values=real")
+    for seed in (None, 7):
+        if seed is not None:
+            torch.cuda.manual_seed(seed)
+        generator = torch.cuda.default_generators[0]
+        assert torch.empty(3, device="cuda").normal_(generator=generator).std() > 0
+        assert torch.rand(3, device="cuda", generator=generator).is_cuda
+    assert generator.device == torch.device("cuda:0")

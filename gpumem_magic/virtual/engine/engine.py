@@ -57,7 +57,6 @@ from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     IN_FULL_PRECISION,
-    check_generator,
     in_cudas_words,
     is_device_mismatch,
     refuse_half_precision,
@@ -679,7 +678,6 @@ class Engine:
         for arg in args:
             if isinstance(arg, torch._C.Generator):
                 # Nothing is drawn on a virtual device, and the host's generator must not move.
-                check_generator(arg, "cuda")
                 found, arg = True, None
             elif isinstance(arg, torch.Tensor):
                 if not isinstance(arg, FakeTensor):

@@ -167,8 +167,9 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
 
 
 def check_generator(generator: Any, kind: str) -> None:
-    """Refuses a generator of another kind of device (`check_generator` in ATen/core/Generator.h)."""
-    if generator is not None and generator.device.type != kind:
+    """Refuses a generator of another kind of device (`check_generator` in ATen/core/Generator.h). The host's own may be that of
+    a device that computes."""
+    if generator is not None and generator.device.type != kind and generator is not torch.default_generator:
         raise RuntimeError(f"Expected a '{kind}' device type for generator but found '{generator.device.type}'")
 
 

@@ -12,6 +12,16 @@ from contextlib import contextmanager
 import torch
 
 
+class _OfDevice(torch._C.Generator):
+    """A device's own, where it does not share the host's."""
+
+    number = 0
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", self.number)
+
+
 class DeviceRandom:
     """The generators of all devices."""
 
@@ -23,11 +33,14 @@ class DeviceRandom:
         return self._own[device] or torch.default_generator
 
     def seed(self, device: int, seed: int) -> None:
-        self._own[device] = torch._C.Generator().manual_seed(seed)
+        self._own[device] = own = _OfDevice()
+        own.number = device
+        own.manual_seed(seed)
         self.meet()
 
     def set_state(self, device: int, state: torch.Tensor) -> None:
-        own = torch._C.Generator()
+        own = _OfDevice()
+        own.number = device
         own.set_state(state)
         self._own[device] = own
         self.meet()

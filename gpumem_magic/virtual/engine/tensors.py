@@ -29,6 +29,7 @@ from gpumem_magic.looks.objects import is_a
 from gpumem_magic.patching import behind_relays
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
+from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
     STATE,
@@ -292,6 +293,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 # (An attribute: what C++ runs for one has a tensor among its arguments.)
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
+            if kwargs and "generator" in kwargs:
+                # (C++ hands another object on, which does not know what it is for.)
+                check_generator(kwargs["generator"], "cuda")
             if func in engine.seen:
                 found = engine.otherwise(func, args)
                 if found is not None:

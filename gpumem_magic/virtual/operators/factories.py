@@ -304,6 +304,7 @@ class Factories:
                 return original(*args, **kwargs)
             if original.__name__ in _LIKE and _speaks_though_no_tensor(args):
                 return original(*args, **kwargs)
+            check_generator(kwargs.get("generator"), "cuda")
             return self.make(original, index, args, kwargs)
 
         return make_one
@@ -318,8 +319,7 @@ class Factories:
         kwargs.pop("pin_memory", None)
         on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
         kwargs = {**kwargs, "device": META}
-        # A meta tensor draws nothing, and the device's generator is not the host's.
-        check_generator(kwargs.pop("generator", None), "cuda")
+        kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
         meta = self._meta(original, args, kwargs)
         name = getattr(original, "__name__", "")
         with self._engine.uninterrupted, self._engine.lock, origin(self._origin()):
