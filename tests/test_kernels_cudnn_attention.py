@@ -117,3 +117,14 @@ def test_dropout_is_left_to_flash_since_2_13(version: str, dropout: float, kept:
     gpu.turn_on(f"H100,torch={version}")
     query = heads(2, 4, 100, 64)
     assert (made(lambda: F.scaled_dot_product_attention(query, query, query, dropout_p=dropout))[:2] == SEEDS) is kept
+
+
+def test_a_mask_of_three_dimensions_is_left_to_another_kernel() -> None:
+    """As an H100 took it for one query: no seeds, and the result alone."""
+    query, key = heads(4, 8, 1, 64), heads(4, 8, 256, 64)
+    mask = torch.zeros(1, 1, 256, dtype=torch.float16, device="cuda")
+    with torch.inference_mode():
+        assert made(lambda: F.scaled_dot_product_attention(query, key, key, mask)) == [query.nbytes]
+        for dims in (mask[0], mask[None]):
+            asked = made(lambda dims=dims: F.scaled_dot_product_attention(query, key, key, dims))
+            assert asked[:3] == [*SEEDS, query.nbytes]

@@ -37,6 +37,7 @@ def _off() -> Iterator[None]:
         (linalg.eigh, 8, [287820]),
         (linalg.eigh, 64, [29000]),
         (linalg.eigh, 600, [6425676]),
+        (linalg.eigvals, 100, [186368]),
         (linalg.svd, 8, [3968]),
         (linalg.svd, 100, [117632]),
     ],
@@ -76,6 +77,30 @@ def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
 )
 def test_a_product_of_reflections(rows: int, reflections: int, item: int, nbytes: int) -> None:
     assert cusolver.orgqr(rows, reflections, item) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("rows", "reflections", "shape", "item", "left", "nbytes"),
+    [
+        (5, 5, (5, 5), 4, True, 278784),
+        (5, 2, (2, 5), 8, False, 530688),
+        (33, 33, (33, 33), 4, True, 93408 * 4),
+        (1000, 30, (1000, 30), 4, True, 368096 * 4),
+        (100, 50, (100, 100), 8, True, 150240 * 8),
+        (600, 600, (600, 600), 4, True, 1247200 * 4),
+    ],
+)
+def test_what_reflections_are_multiplied_with(
+    rows: int, reflections: int, shape: tuple[int, int], item: int, left: bool, nbytes: int
+) -> None:
+    assert cusolver.ormqr(rows, reflections, *shape, item, left) == nbytes
+
+
+def test_an_upper_factor_has_a_matrix_beside() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    a = torch.eye(5, device="cuda")
+    assert made(lambda: linalg.cholesky_ex(a)) == [100, 4, 160]
+    assert made(lambda: linalg.cholesky_ex(a, upper=True)) == [100, 4, 256]
 
 
 def test_between_two_sizes_it_is_a_line_and_beyond_the_last_a_square() -> None:

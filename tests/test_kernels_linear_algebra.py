@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from asked_for import made
+from asked_for import made, steps
 from scratch_memory import scratch
 from torch import linalg
 
@@ -99,10 +99,11 @@ def test_determinants_multiply_the_diagonal_and_count_exchanges() -> None:
     det = made(lambda: linalg.det(a))
     assert det[:5] == [4, BYTES, 400, 4, 4]
     assert sorted(det[5:]) == sorted(counted)
-    # Signs of the diagonal before it, its logarithms after it.
+    # Signs of the diagonal and their product come after what they are multiplied by, its logarithms last.
     slogdet = made(lambda: linalg.slogdet(a))
-    assert slogdet[:7] == [4, 4, BYTES, 400, 4, 400, 4]
-    assert sorted(slogdet[7:]) == sorted([*counted, 400])
+    assert slogdet[:5] == [4, 4, BYTES, 400, 4]
+    assert sorted(slogdet[5:-3]) == sorted(counted)
+    assert slogdet[-3:] == [400, 4, 400]
 
 
 def test_cholesky_solves_in_a_copy() -> None:
@@ -138,10 +139,38 @@ def test_qr_works_in_a_result_that_fits() -> None:
 
 def test_least_squares_reflect_a_copy() -> None:
     tall, right = matrix(100, 80), matrix(100, 10)
-    # A code, the solution, the copy, reflections, two codes; the residuals last.
-    assert made(lambda: linalg.lstsq(tall, right)) == [4, 4000, 32_000, 320, 4, 4, 40]
+    # A code, the solution, the copy, reflections, two codes; the residuals, and whether the code says that it went wrong.
+    assert made(lambda: linalg.lstsq(tall, right)) == [4, 4000, 32_000, 320, 4, 4, 40, 1, 1]
     # A wide one is turned first.
-    assert made(lambda: linalg.lstsq(matrix(80, 100), matrix(80, 10)))[2:] == [4, 4000, 32_000, 320, 32_000, 4, 4]
+    assert made(lambda: linalg.lstsq(matrix(80, 100), matrix(80, 10)))[2:] == [4, 4000, 32_000, 320, 32_000, 4, 4, 1, 1]
+    # Many small ones are copied once more for cuBLAS, with two lists of addresses; each code is looked at.
+    many = made(lambda: linalg.lstsq(matrix(8, 20, 20), matrix(8, 20, 20)))[2:]
+    assert many == [8 * 4, 8 * 1600, 8 * 1600, 8 * 1600, 8 * 8, 8 * 8, 1]
+
+
+def test_both_factors_are_made_in_one_that_lies_in_columns() -> None:
+    # The permutation, the factors; both in one, pivots and a code; the places from 0 on.
+    assert made(lambda: linalg.lu(matrix(40, 50)))[1:] == [6400, 6400, 8000, 8000, 160, 4, 320]
+    a = matrix(40, 50)
+    assert steps(lambda: linalg.lu(a))[6] == ("free_requested", 8000)
+
+
+def test_a_solved_vector_is_copied() -> None:
+    a = matrix(40, 40)
+    alone = made(lambda: linalg.solve(a, matrix(40)))
+    column = made(lambda: linalg.solve(a, matrix(40, 1)))
+    assert sorted(alone) == sorted([*column, 160])
+
+
+def test_older_names_hold_the_same() -> None:
+    a = torch.eye(40, device="cuda")
+    # The factor, a code, and whether that says that it went wrong.
+    assert made(lambda: torch.cholesky(a)) == [6400, 4, 1, 1]
+    assert made(lambda: torch.triangular_solve(a, a))[2:] == [8, 8]
+    out = torch.zeros(40, 40, device="cuda"), torch.zeros(40, device="cuda")
+    assert made(lambda: torch.geqrf(a, out=out)) == [6400, 160, 4]
+    factors, pivots = linalg.ldl_factor(a)
+    assert made(lambda: linalg.ldl_solve(factors, pivots, a[:, :3])) == [40 * 3 * 4, 40 * 8, 4]
 
 
 @pytest.mark.parametrize("with_gradient", [False, True])
@@ -198,10 +227,11 @@ def test_eigenvalues_of_any_matrix_are_made_apart_since_2_11(dtype: torch.dtype,
     found = made(lambda: linalg.eig(a))
     start = found.index(3 * 4)
     # Codes of errors, complex results, real ones, the copy that is worked in, whether any is complex; the results, and the codes.
-    parts = [12, vectors, values, *[values, given] * real, given, *[3 * 8, 1] * real, values, vectors, 1]
+    room = 33152 * dtype.itemsize
+    parts = [12, vectors, values, *[values, given] * real, given, room, *[3 * 8, 1] * real, values, vectors, 1]
     assert found[start:] == parts
     found = made(lambda: linalg.eigvals(a))
-    assert found == [12, values, *[values] * real, given, *[3 * 8, 1] * real, values, 1]
+    assert found == [12, values, *[values] * real, given, room, *[3 * 8, 1] * real, values, 1]
     gpu.turn_off()
     gpu.turn_on("H100,torch=2.10,context=0MiB")
     a = torch.zeros(3, 8, 8, dtype=dtype, device="cuda")

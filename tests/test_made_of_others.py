@@ -178,3 +178,15 @@ def test_a_power_of_integers_is_worked_out_in_its_type() -> None:
     assert sizes(lambda: flags.square()) == [2 * WHOLE, 2 * WHOLE]
     assert sizes(lambda: numbers**0.5) == [WHOLE, WHOLE]
     assert sizes(lambda: numbers**2) == [2 * WHOLE]
+
+
+def test_transforms_into_a_result_are_made_and_copied() -> None:
+    x = torch.zeros(ROWS, COLUMNS, device="cuda")
+    half = COLUMNS // 2 + 1
+    whole, part = (torch.zeros(ROWS, columns, dtype=torch.complex64, device="cuda") for columns in (COLUMNS, half))
+    made = ROWS * half * 8
+    assert sizes(lambda: torch.fft.rfft(x, out=part)) == [made]
+    # The other half is filled in where it belongs.
+    assert sizes(lambda: torch.fft.fft(x, out=whole)) == [made]
+    assert sizes(lambda: torch.fft.irfft(part, out=x)) == [WHOLE, made]
+    assert sizes(lambda: torch.logcumsumexp(x, 1, out=x)) == []

@@ -114,12 +114,13 @@ def fitting(
             several = key.shape[2] != 1 and (query.shape[2] != 1 or not dropout)
             if gpu.version >= _NARROWER_FROM:
                 several = several and not dropout and query.shape[0] <= _MOST_SAMPLES
-            learned_mask = mask is not None and mask.requires_grad
+            # (`check_attn_mask_shape` in ``sdp_utils_cpp.h``: for each query, or each sample's head and query.)
+            masked_so = mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
             settled = (
                 torch.are_deterministic_algorithms_enabled()
                 and not torch.is_deterministic_algorithms_warn_only_enabled()
             )
-            if capability >= (8, 0) and query.dtype in HALF and sized and several and not learned_mask and not settled:
+            if capability >= (8, 0) and query.dtype in HALF and sized and several and masked_so and not settled:
                 fits.add(CUDNN)
     return fits
 

@@ -360,6 +360,14 @@ def _scan_of_logarithms(engine: Engine, func: Any, args: Any, kwargs: Any, out: 
     return copied + _of_one_row(engine, device, func, args, kwargs, out)
 
 
+@special(_aten._logcumsumexp.out)
+def _scan_of_logarithms_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """(It has no shape rule.)"""
+    out = kwargs["out"].resize_(args[0].shape)
+    with engine.scratch(device, *_scan_of_logarithms(engine, func, args, kwargs, out, device)):
+        return out
+
+
 _SUMS = frozenset(overloads("cumsum cumsum_ cumsum.out"))
 _IN_ORDER_FROM = (2, 6)
 

@@ -2,8 +2,8 @@
 
 Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all; what is no formula is
 a table of square matrices, with a straight line between its sizes. On other cards, and with other versions, nothing is counted.
-Roughly met are matrices that are no squares in `gesvdj`, and `orgqr` of 66 to 95 reflections. Not counted are `ormqr`, `geev` and
-`gesvd`.
+Roughly met are matrices that are no squares in `gesvdj`, `orgqr` of 66 to 95 reflections, and `geev` of more than 256 rows. What
+`ormqr` takes from the right follows from two calls. Not counted is `gesvd`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ _GESVDJ = (
     (257, 152192), (300, 202240), (400, 348768), (512, 559648), (513, 563904), (600, 762016), (768, 1232928), (1000, 2071712),
     (1024, 2168864),
 )  # fmt: skip
+_GEEV = (
+    (1, 33152), (8, 33152), (16, 33408), (20, 33536), (31, 34176), (32, 34176), (33, 34304), (48, 35584), (64, 37376),
+    (100, 46592), (128, 65664), (200, 93952), (256, 115712),
+)  # fmt: skip
 _SMALLEST_GESVDJ, _SMALL = 992, 32
 _LEAST_OF_SYTRF = {4: 98432, 8: 106624, 16: 176256}
 
@@ -43,7 +47,10 @@ def getrf(rows: int) -> int:
     return 256 * (parts + 1 + min(16, 1 << (parts - 1).bit_length()))
 
 
-def potrf(rows: int) -> int:
+def potrf(rows: int, item: int, upper: bool) -> int:
+    """For an upper factor beside a matrix of the same size, as two calls have it."""
+    if upper:
+        return _HEAD + round_up(rows**2 * item, _HEAD)
     return round_up(4 * (round_up(rows, 32) // 32) ** 2 + _HEAD, 32)
 
 
@@ -56,6 +63,22 @@ def orgqr(rows: int, reflections: int, item: int) -> int:
         return (128 * rows + 256 * reflections + 16640) * item
     more = round_up((reflections - 64) * reflections, 32) if reflections >= 96 else 0
     return (33024 + round_up(rows * reflections, 32) + more) * item
+
+
+def ormqr(rows: int, reflections: int, height: int, width: int, item: int, left: bool) -> int:
+    """height, width: of what is multiplied."""
+    spread = round_up((rows + reflections) * reflections, 32)
+    if not left:
+        return (65792 + 256 * height + spread) * item
+    return (65792 + 256 * rows + 512 * width + spread + (round_up(width, 32) if rows > _SMALL else 0)) * item
+
+
+def geev(rows: int, item: int) -> int:
+    """Beyond the table by the line of its end."""
+    (before, fewer), (last, elements) = _GEEV[-2:]
+    if rows > last:
+        return (elements + (elements - fewer) * (rows - last) // (last - before)) * item
+    return _between(_GEEV, rows) * item
 
 
 def sytrf(rows: int, item: int) -> int:

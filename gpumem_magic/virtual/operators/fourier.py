@@ -19,6 +19,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.modes import pushed
 
 _MOST_AT_ONCE = 3
 
@@ -198,6 +199,24 @@ def _from_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     into_second = (len(steps) % 2 == 0) == (onesided or half == whole)
     buffer = numbers * (half if onesided else whole) * complex_size
     return _by_turns(engine, device, lambda: engine.run(func, args, kwargs, device), steps, buffer, into_second)
+
+
+@special(_aten._fft_r2c.out)
+def _from_real_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """By the half that is not known from the other, which is copied."""
+    with pushed(engine.mode):
+        result, out = _aten._fft_r2c.default(*args[:3], True), kwargs["out"]
+        out.resize_(_into(args))
+        out.narrow(args[1][-1], 0, result.shape[args[1][-1]]).copy_(result)
+        return out
+
+
+def _into(args: Any) -> list[int]:
+    """The shape of a transform of real numbers."""
+    shape = list(args[0].shape)
+    if args[3]:
+        shape[args[1][-1]] = shape[args[1][-1]] // 2 + 1
+    return shape
 
 
 @special(_aten._fft_c2r.default)

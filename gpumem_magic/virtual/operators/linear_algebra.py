@@ -164,8 +164,12 @@ def _lu_factor(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devi
 def _lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices = args[0]
     batch = _batch(matrices.shape)
-    with engine.scratch(device, batch * min(matrices.shape[-2:]) * _PIVOT, batch * _CODE):
+    # Both factors in one, column by column, which the results do not lie in.
+    with ExitStack() as both, ExitStack() as others:
+        both.enter_context(engine.scratch(device, bytes_of(matrices)))
+        others.enter_context(engine.scratch(device, batch * min(matrices.shape[-2:]) * _PIVOT, batch * _CODE))
         _factorize(engine, device, matrices)
+        both.close()
         if args[1] if len(args) > 1 else kwargs.get("pivot", True):
             with _permutation(engine, device, matrices.shape[-2], batch):
                 pass
@@ -193,10 +197,13 @@ def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
 def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     matrices, result = args[0], out[0]
     _factorize(engine, device, matrices)
+    copied = 0
     if result.dim() < matrices.dim():
-        result = result.unsqueeze(-1)
+        # (A vector is no matrix of one column, by its strides.)
+        copied, result = bytes_of(result), result.unsqueeze(-1)
     left = kwargs.get("left", True)
-    _solve(engine, device, out[1], (result if left else result.mT).shape, _is_solved_transposed(matrices) == left)
+    with engine.scratch(device, copied):
+        _solve(engine, device, out[1], (result if left else result.mT).shape, _is_solved_transposed(matrices) == left)
     return ()
 
 
@@ -219,17 +226,24 @@ def _determinant(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
         _factorize(engine, device, args[0])
         diagonal = factors.diagonal(0, -2, -1)
         with pushed(engine.mode):
-            _sign(diagonal if func is _aten._linalg_det.default else diagonal.sgn(), pivots)
-            if func is _aten._linalg_slogdet.default:
+            # (Of a product of two numbers C++ works out the second first.)
+            if func is _aten._linalg_det.default:
+                product = diagonal.prod(-1)
+                exchanged = _exchanged(pivots)
+            else:
+                exchanged = _exchanged(pivots)
+                signs = diagonal.sgn()
+                product = signs.prod(-1)
+                del product, signs, exchanged
                 diagonal.abs().log_()
+        engine.table.drain()
     return ()
 
 
-def _sign(diagonal: Any, pivots: Any) -> None:
-    product = diagonal.prod(-1)
+def _exchanged(pivots: Any) -> Any:
+    """How many rows were exchanged."""
     in_place = torch.arange(1, pivots.shape[-1] + 1, dtype=pivots.dtype, device=pivots.device)
-    exchanged = (in_place != pivots).sum(-1, dtype=torch.int64)
-    del product, exchanged
+    return (in_place != pivots).sum(-1, dtype=torch.int64)
 
 
 # ---- by Cholesky
@@ -240,12 +254,29 @@ def _cholesky_kernel(*_: Any, **named: Any) -> str:
     return "cholesky_cusolver"
 
 
-@special(_aten.linalg_cholesky_ex.default, _aten.cholesky.default, table=BESIDE)
-def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    batch = _batch(args[0].shape)
-    if batch == 1:
-        _by_cusolver(engine, device, cusolver.potrf(args[0].shape[-1]))
-    return [batch * _ADDRESS] if batch > 1 else []
+@special(_aten.linalg_cholesky_ex.default, table=BESIDE)
+def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    _factorize_half(engine, device, args[0], kwargs.get("upper", False))
+    return ()
+
+
+def _factorize_half(engine: Engine, device: int, matrices: Any, upper: bool) -> None:
+    batch = _batch(matrices.shape)
+    if batch == 1 and matrices.numel():
+        _by_cusolver(engine, device, cusolver.potrf(matrices.shape[-1], matrices.element_size(), upper))
+    with engine.scratch(device, batch * _ADDRESS if batch > 1 else 0):
+        pass
+
+
+@special(_aten.cholesky.default, table=BESIDE)
+def _cholesky_before(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """Its older name, which looks at the codes itself."""
+    if args[0].numel():
+        batch = _batch(args[0].shape)
+        with engine.scratch(device, batch * _CODE):
+            _factorize_half(engine, device, args[0], args[1] if len(args) > 1 else kwargs.get("upper", False))
+            _look_at_codes(engine, device, batch)
+    return ()
 
 
 @special(_aten._cholesky_solve_helper.default)
@@ -390,9 +421,26 @@ def _ldl(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: in
     return ()
 
 
+@special(_aten.linalg_ldl_solve.default, table=BESIDE)
+def _ldl_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """Pivots of 64 bits."""
+    return [args[1].numel() * _INDEX, _CODE]
+
+
 @special(_aten.ormqr.default, table=BESIDE)
-def _ormqr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return [0 if args[0].mT.is_contiguous() else bytes_of(args[0]), _CODE]
+def _ormqr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    reflections, factors = args[:2]
+    left = args[3] if len(args) > 3 else kwargs.get("left", True)
+    with engine.scratch(device, 0 if reflections.mT.is_contiguous() else bytes_of(reflections), _CODE):
+        _multiply(engine, device, reflections.shape[-2], factors.shape[-1], out, left)
+    return ()
+
+
+def _multiply(engine: Engine, device: int, rows: int, reflections: int, others: Any, left: bool = True) -> None:
+    """What the kernel of `ormqr` takes, for so many reflections of columns of so many rows."""
+    height, width = others.shape[-2:]
+    size = cusolver.ormqr(rows, reflections, height, width, others.element_size(), left)
+    _by_cusolver(engine, device, *[size] * _batch(others.shape))
 
 
 @special(_aten.linalg_lstsq.default)
@@ -412,27 +460,33 @@ def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         solution = made(*batch, *width, max(rows, columns)).narrow(-1, 0, columns)
         with engine.scratch(device, bytes_of(matrices)):
             if matrices.numel() and right.numel():
-                _by_reflections(engine, device, matrices, prod(batch))
+                _by_reflections(engine, device, matrices, solution if vector else solution.mT)
             residuals = made(*batch, *width) if rows > columns else made(0)
+        _look_at_codes(engine, device, max(1, _batch(matrices.shape)))
     return solution if vector else solution.mT, residuals, made(0, dtype=torch.int64), made(0)
 
 
-def _by_reflections(engine: Engine, device: int, matrices: Any, batch: int) -> None:
-    """What least squares take for so many right-hand sides, beside copies of both."""
+def _by_reflections(engine: Engine, device: int, matrices: Any, solution: Any) -> None:
+    """What least squares take, beside copies of both sides."""
     rows, columns = matrices.shape[-2:]
     few, given, item = min(rows, columns), _batch(matrices.shape), matrices.element_size()
-    spread = [] if batch == given else [batch * rows * columns * item]
+    batch = _batch(solution.shape)
+    every = batch * rows * columns * item
+    spread = [] if batch == given else [every]
     if columns <= rows <= 256 and batch >= max(2, rows // 16):
-        with engine.scratch(device, *spread):
+        with engine.scratch(device, every):
             _by_cublas(engine, device, batch, 2)
         return
     turned = [bytes_of(matrices)] if rows < columns else []
     with engine.scratch(device, given * few * item, *turned):
         _reflect(engine, device, max(rows, columns), few, given, item)
         with engine.scratch(device, *spread, batch * few * item if spread else 0):
+            if rows < columns:
+                _solve_triangular(engine, device, few, batch)
             with engine.scratch(device, _CODE):
-                pass
-            _solve_triangular(engine, device, few, batch)
+                _multiply(engine, device, max(rows, columns), few, solution)
+            if rows >= columns:
+                _solve_triangular(engine, device, few, batch)
 
 
 # ---- eigenvalues and singular values
@@ -497,7 +551,7 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
                 if vectors is not None:
                     real.enter_context(engine.scratch(device, bytes_of(matrices)))
             with engine.scratch(device, bytes_of(matrices)):
-                pass
+                _by_cusolver(engine, device, cusolver.geev(matrices.shape[-1], matrices.element_size()))
             if is_real:
                 # Whether any has an imaginary part.
                 with pushed(engine.mode):

@@ -17,13 +17,14 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.calls import giving
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward logsumexp logsumexp.out _euclidean_dist dist "
-    "_trilinear _safe_softmax isinf mvlgamma mvlgamma_ ldexp.Tensor affine_grid_generator "
+    "_trilinear _safe_softmax isinf mvlgamma mvlgamma_ ldexp.Tensor ldexp_ affine_grid_generator "
     "linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward pixel_unshuffle _unsafe_masked_index "
     "_unsafe_masked_index_put_accumulate"
 )
@@ -48,12 +49,24 @@ _KEYS = {func: key for func in _OPERATORS if (key := _function_for_all(func)) is
 _SAFE_FROM = (2, 5)
 
 
-@special(*_KEYS)
+@special(*(func for func in _KEYS if func.overloadpacket not in (_aten.ldexp, _aten.ldexp_)))
 def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode), torch._C._AutoDispatchBelowAutograd():
         if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _SAFE_FROM:
             return _aten.softmax.int(*args, **kwargs)
         return func._op_dk(_KEYS[func], *args, **kwargs)
+
+
+# Since when an exponent of integers has a kernel. (2.11 has it, 2.6 does not; between them it is not known.)
+_BY_EXPONENT_FROM = (2, 7)
+
+
+@special(*overloads("ldexp.Tensor ldexp_"))
+def _by_exponent(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    wide = args[1].is_floating_point() or args[1].is_complex() or not args[0].is_floating_point()
+    if wide or engine.memory.torch_version(device) < _BY_EXPONENT_FROM:
+        return _by_parts(engine, func, args, kwargs, device)
+    return engine.run(func, args, kwargs, device)
 
 
 _BY_LIST = dict(
@@ -86,6 +99,18 @@ def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         if func is _aten.nanmedian.default:
             return _aten.index.Tensor(ordered, [((last - ordered.isnan().sum()) / 2).to(torch.int64)])
         return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])
+
+
+_COPIED = overloads("_fft_c2c.out _fft_c2r.out mvlgamma.out cholesky.out")
+
+
+@special(*_COPIED)
+def _made_and_copied(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Kernels of CUDA's that make a result, and copy it (``SpectralOps.cpp``, ``BatchLinearAlgebra.cpp``, ...)."""
+    others = {name: value for name, value in kwargs.items() if name != "out"}
+    with pushed(engine.mode):
+        result, out = giving(func)(*args, **others), kwargs["out"]
+        return out.resize_(result.shape).copy_(result) if out.shape != result.shape else out.copy_(result)
 
 
 def _is_real(engine: Engine, args: Any, kwargs: Any) -> bool:

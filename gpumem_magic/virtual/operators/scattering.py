@@ -20,7 +20,7 @@ from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_in
 
 _BY_LIST = overloads("index_add index_add_ index_copy index_copy_")
 _BY_PLACE = overloads("scatter_add scatter_add_ scatter.src scatter_.src scatter.reduce scatter_.reduce")
-_REDUCED = overloads("scatter_reduce.two scatter_reduce_.two")
+_REDUCED = overloads("scatter_reduce.two scatter_reduce_.two scatter_reduce.two_out")
 _ADDED = frozenset(overloads("index_add index_add_ scatter_add scatter_add_"))
 # Since when the places are given by an index for each dimension. (2.11 does so, 2.6 does not; between them it is not known.)
 _BY_DIMENSION_FROM = (2, 7)
@@ -57,7 +57,7 @@ def _write(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
 @special(*_REDUCED)
 def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, dim, index, source, reduce = args
-    sorts = torch.are_deterministic_algorithms_enabled() and reduce in ("sum", "mean")
+    sorts = torch.are_deterministic_algorithms_enabled() and reduce in ("sum", "mean") and "out" not in kwargs
     if not sorts:
         out = engine.run(func, args, kwargs, device)
     else:
