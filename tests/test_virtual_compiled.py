@@ -594,8 +594,9 @@ def test_cuda_graphs_keep_a_pool_and_replays_take_nothing(machine: gpu.VirtualMa
     """PyTorch itself checks at each recording that what lives in the pool is what it knows of (`check_memory_pool`)."""
     x = torch.rand(4 * MIB, device="cuda")
     fast = torch.compile(wave, mode="reduce-overhead")
-    # To warm up: the result. Recorded: a copy of the input, too.
-    assert peak(lambda: fast(x)) == 16 * MIB
+    # To warm up: the result, and to 2.11 two numbers of a generator, which stay. Recorded: a copy of the input, too.
+    numbers = 1024 if TorchVersion(torch.__version__) < "2.12" else 0
+    assert peak(lambda: fast(x)) == 16 * MIB + numbers
     (before,) = in_graphs().values()
     assert peak(lambda: fast(x)) == 32 * MIB
     ((pool, after),) = in_graphs().items()
