@@ -172,6 +172,29 @@ def test_many_operators_have_their_shapes() -> None:
     F.ctc_loss(log_probs, targets, torch.full((4,), 50), torch.full((4,), 30)).backward()
 
 
+@pytest.mark.parametrize(("torch_version", "refuses"), [("2.11", True), ("2.10", False)])
+def test_cudnns_ctc_loss_wants_the_lengths_on_the_device(torch_version: str, refuses: bool) -> None:
+    """Targets and lengths of 32 bits, none longer than its input: cuDNN takes them, and the mean divides by the host's."""
+    gpu.turn_off()
+    gpu.turn_on(f"T4,torch={torch_version}")
+    scores = torch.rand(50, 4, 20, device="cuda").log_softmax(2)
+    targets = torch.ones(16, dtype=torch.int32)
+    given, wanted = torch.full((4,), 50, dtype=torch.int32), torch.full((4,), 4, dtype=torch.int32)
+    if refuses:
+        with pytest.raises(RuntimeError, match="found at least two devices, cuda:0 and cpu!"):
+            F.ctc_loss(scores, targets, given, wanted)
+    else:
+        F.ctc_loss(scores, targets, given, wanted)
+    # The kernel of PyTorch's own copies them: with another reduction, type, length, or blank.
+    F.ctc_loss(scores, targets, given, wanted, reduction="sum")
+    F.ctc_loss(scores, targets.long(), given, wanted)
+    F.ctc_loss(scores, targets, given.long(), wanted)
+    F.ctc_loss(scores, targets, [50] * 4, [4] * 4)
+    F.ctc_loss(scores, targets, given, wanted.cuda())
+    F.ctc_loss(scores, targets, given // 25, wanted)
+    F.ctc_loss(scores, targets, given, wanted, blank=19)
+
+
 # ---- autograd
 
 
