@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -681,3 +682,26 @@ def test_the_larger_of_a_stand_in_and_a_number_is_said_to_make_a_size() -> None:
         made = torch.zeros(max(most, 20), 4, device="cuda")
         del made
     assert measured.report.answer.startswith("A size may be another on a GPU: it is made of a value")
+
+
+@pytest.mark.parametrize(
+    ("solver", "said"), [("scipy.integrate", True), ("scipy.optimize", True), ("framework", False)]
+)
+def test_a_solver_goes_by_what_the_programs_function_gives(
+    monkeypatch: pytest.MonkeyPatch, solver: str, said: bool
+) -> None:
+    """``solve_ivp(right_side, ...)``: how many steps it takes follows from numbers that nobody knows."""
+    library = types.ModuleType(f"{solver}._own")
+    exec("def solve(function, start):\n    return [function(start) for _ in range(3)]", library.__dict__)
+    monkeypatch.setitem(sys.modules, solver, library)
+
+    def right_side(x: Any) -> Any:
+        return (torch.as_tensor(x).cuda() * unknown(4)).cpu().numpy()
+
+    with gpumem_magic.measure(device="T4") as measured:
+        ends = library.solve(right_side, np.ones(4, np.float32))
+    assert len(ends) == 3
+    words = (
+        "A loop may have ended earlier or later than on a GPU: it goes by a value that the virtual GPU does not know"
+    )
+    assert measured.report.answer.startswith(words) is said

@@ -20,6 +20,8 @@ _MANY = 1000
 _SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 # What hands a call on, and under which name it has what is called: `VirtualTensor`, and our ``ScriptFunction.__call__``.
 _HANDED_ON = {"__torch_function__": "func", "called": "self"}
+# What calls a function of the program's as often as what that gives asks for.
+_SOLVERS = ("scipy.integrate", "scipy.optimize")
 _SCALED_STEP = torch.amp.GradScaler.step.__code__
 _Line = tuple[str, int]
 
@@ -30,6 +32,7 @@ class Reads:
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
     `GradScaler.step`, which skips the optimizer's ("stepping"), or an error came of it that was caught ("caught").
+    solved: the lines that read in a function which a solver called: it goes on, or not, by what that gave.
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
     """
@@ -38,6 +41,7 @@ class Reads:
         self.counts: Counter[_Line] = Counter()
         self.supplied: Counter[_Line] = Counter()
         self.marks: Counter[tuple[str, int, str]] = Counter()
+        self.solved: set[_Line] = set()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
         self.instructions: dict[_Line, dict[int, tuple[int | None, int | None]]] = defaultdict(dict)
         # The line that read last.
@@ -55,6 +59,8 @@ class Reads:
             self.supplied[line] += 1
             return
         self.latest = line
+        if line not in self.solved and any(name in sys.modules for name in _SOLVERS) and _is_solved():
+            self.solved.add(line)
         if sized:
             self.marks[line[0], line[1], "sized"] += 1
         frame, reader = _reader(line)
@@ -130,6 +136,15 @@ def _reader(line: _Line) -> tuple[FrameType | None, str]:
             reader = "stepping"
         frame = frame.f_back
     return frame, reader
+
+
+def _is_solved() -> bool:
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith(_SOLVERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _stack(line: _Line) -> Iterator[_Line]:

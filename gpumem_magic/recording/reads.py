@@ -63,6 +63,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     if compared == count:
         # Nothing but whether an error comes.
         return ""
+    if read in reads.solved:
+        return "loop"
     stack = reads.stacks.get(read, ())
     own = stack.index(read) if read in stack else 0
     callers = [file for file, _ in stack[own:]]
