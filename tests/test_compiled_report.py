@@ -379,3 +379,23 @@ def test_layers_with_hooks_share_what_is_compiled_in_a_recording(kept: str) -> N
         assert tables.counters["stats"]["unique_graphs"] <= before + 2
     finally:
         gpu.turn_off()
+
+
+def test_what_only_a_first_run_takes_is_told_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """A product of odd sizes is tried beside copies of its factors, and 40 MiB for an A100's cache: more than the program takes."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    gpu.turn_on("A100-40GB")
+    weight = torch.rand(4095, 4095, device="cuda", dtype=torch.float16)
+    weight[:8] @ weight  # the workspace, which stays
+    fast = torch.compile(lambda x: (x @ weight).sin().sum(1))
+    for first in (True, False):
+        with gpumem_magic.measure() as measured:
+            fast(weight)
+        words = str(measured.report).replace("\n  ", " ")
+        tried = [group for group in measured.report.peak.tensors if group.operator == "trials of compiled kernels"]
+        # Both factors, three padded ones, and the buffer.
+        assert [(one.category, one.count) for one in tried] == ([("temporaries", 6)] if first else [])
+        assert (
+            "200 MiB are trials of compiled kernels of `fast(weight)`, which come in the first run alone" in words
+        ) == first
+    gpu.turn_off()

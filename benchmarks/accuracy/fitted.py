@@ -139,7 +139,8 @@ NOT_KNOWN = (
     "torch.backends.cudnn.benchmark is only known where it is.",
     "CUB's radix sort: how many keys it sorts without a second copy is not known, nor the size of its counters; both "
     "are left out.",
-    "Compiled products in half precision whose sizes are no multiple of 8: a card pads them where trials say that it is quicker, "
-    "here wherever it would try. That rests on one published figure, the ladder's rung with 50,257 words (row 37).",
+    "Compiled products whose rows do not begin at multiples of 16 bytes: a card pads them where trials say that it is quicker, "
+    "here where copies take less time than the product. The ladder's rung with 50,257 words (row 37) is padded so, and an H100 "
+    "chose so for 17 of 19 products (docs/compiled.md).",
     "AMD's runtime outside PyTorch's allocator; several GPUs.",
 )

@@ -204,9 +204,9 @@ def _summed(case: _Case) -> Label | None:
 
 
 def _trial(case: _Case) -> Label | None:
-    """What Inductor times a kernel with, when it is first launched."""
-    if case.origin == "trial" or "benchmark_gpu" in case.stack:
-        return Label("temporaries", "stack", "trials of a compiled kernel")
+    """What Inductor times kernels with. A workspace that stays is none of it."""
+    if case.allocation.freed is not None and (case.origin == "trial" or not sites.TRYING.isdisjoint(case.stack)):
+        return Label("temporaries", "stack", sites.TRIALS)
     return None
 
 

@@ -173,6 +173,10 @@ _OF_SHARING = {
 # Where C++ asks for it; what else they do, other functions of Python's do for them.
 _INNERMOST = ("_ddp_init_helper", "_pre_forward")
 _OF_FLAT_ONES = ("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard")
+# What a compiler tries kernels with before it keeps one, and the functions of Inductor's that do so: at first launches, for
+# products that may be padded, and for max-autotune.
+TRIALS = "trials of compiled kernels"
+TRYING = frozenset({"benchmark_gpu", "_should_pad", "benchmark_example_value"})
 # Who gathers whole parameters for the layers at work, FSDP2 and FSDP1.
 GATHERERS = ("fully_shard", "FullyShardedDataParallel")
 

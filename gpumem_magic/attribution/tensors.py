@@ -17,7 +17,7 @@ from operator import itemgetter
 
 from gpumem_magic.attribution.owners import tenants
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
-from gpumem_magic.attribution.sites import GATHERERS, is_library, is_python
+from gpumem_magic.attribution.sites import GATHERERS, TRIALS, is_library, is_python
 from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
 from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, is_compiler_file, line_at, whose
 from gpumem_magic.recording.model import (
@@ -296,6 +296,20 @@ class Tensors:
             elif own and own != inner:
                 inner = f"{inner}, from {own}"
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
+        if label.name == TRIALS:
+            return TensorFacts(
+                label.category,
+                "",
+                None,
+                TRIALS,
+                (),
+                False,
+                statement,
+                line,
+                expression,
+                inner,
+                self._module_of(one, birth),
+            )
         return TensorFacts(
             label.category,
             dtype or ("" if seen is None else seen.dtype),

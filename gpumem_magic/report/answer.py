@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
-from gpumem_magic.attribution.sites import GATHERERS
+from gpumem_magic.attribution.sites import GATHERERS, TRIALS
 from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.report.failure import failed_request, failed_row
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row, TensorGroup
@@ -276,7 +276,7 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
         if not one.category:
             continue
         if one.category in OF_A_MODEL or one.shape is None:
-            found[one.category, one.kept_by, one.line].append(one)
+            found[one.category, one.kept_by, one.line, one.operator == TRIALS].append(one)
         else:
             found[one.shape, one.dtype, one.line, one.inner].append(one)
     return list(found.values())
@@ -300,6 +300,8 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
         of = f" that `{first.kept_by}` gathered for layers at work" if first.kept_by in GATHERERS else of
         return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
     place = _place(members)
+    if first.operator == TRIALS:
+        return f"{amount(size)} are {TRIALS}{place}, which come in the first run alone"
     if first.shape is None:
         return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}"
     if first.dtype == "uint8" and first.operator.startswith("cudnn"):

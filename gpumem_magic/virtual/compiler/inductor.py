@@ -25,7 +25,7 @@ from gpumem_magic.virtual.compiler.tuning import Tuning
 from gpumem_magic.virtual.compiler.whose import Whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import META, made_plainly
+from gpumem_magic.virtual.engine.modes import META, TRIAL, made_plainly, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What the interface of a device to Inductor took from `torch.cuda` when it was imported: the name there, and here.
@@ -76,8 +76,9 @@ class Trials:
     def _take(self, nodes: list[Any], selection: Any) -> None:
         """The inputs and the result of one product or convolution, and what empties the card's cache before each run."""
         cache = torch.cuda.get_device_properties().L2_cache_size
-        taken = [selection.benchmark_example_value(node) for node in nodes]
-        taken.append(torch.empty(cache, dtype=torch.uint8, device="cuda"))
+        with origin(TRIAL):
+            taken = [selection.benchmark_example_value(node) for node in nodes]
+            taken.append(torch.empty(cache, dtype=torch.uint8, device="cuda"))
         self.most = max(self.most, sum(tensor.untyped_storage().nbytes() for tensor in taken))
 
     @contextmanager

@@ -6,7 +6,7 @@ where the copies into longer rows take less time than the product itself would a
 there, a copy would gain nothing. An H100 with 2.11 chose so for 17 of the 19 products of `benchmarks/compiled_programs.py`.
 Published runs whose memory tells the ways apart went so, too: GPT-2 with 50,257 words was padded (`benchmarks/accuracy`), 50 rows
 of 2,048 numbers were not (`benchmarks/compiled_published.py`). Which ones were padded is kept, also for graphs from the
-compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py`, the same in 2.9 to 2.13.
+compiler's cache. After `torch/_inductor/fx_passes/pad_mm.py` (2.9 to 2.13).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.modes import origin
+from gpumem_magic.virtual.engine.modes import TRIAL, origin
 
 # What a compiled graph has beside its own attributes, and takes into the cache.
 _UNTIMED = "gpumem_magic_untimed_products"
@@ -42,6 +42,8 @@ class Padding:
         # By a product's key, as PyTorch keeps it on disk: whether it is padded, and which were timed as they are.
         self._padded: dict[str, bool] = {}
         self._timed: set[str] = set()
+        # Whether trials can be run; they are in the versions that were read, 2.11 to 2.13.
+        self._tries = True
         # Of the product that is being decided: what a trial is to find, and whether the next is of the product as it is.
         self._gains = self._is_plain = False
         self.untimed: set[str] = set()
@@ -66,8 +68,15 @@ class Padding:
                 self._gains = _gains(first, second) and _is_worth_its_copies(padding, match, first, second)
             return name_of(match, first, second, *args, **kwargs)
 
-        decided = getattr(padding, "_should_pad", None)
-        for name, function in {
+        # (Without the table on disk, where a card's own trials are kept: 2.11 and newer.)
+        name = next(name for name in ("_should_pad", "_should_pad_bench") if hasattr(padding, name))
+        decide = getattr(getattr(padding, name), "__wrapped__", getattr(padding, name))
+
+        def should_pad(*args: Any) -> bool:
+            with origin(TRIAL):
+                return bool(decide(*args))
+
+        replaced: dict[str, Any] = {
             "has_triton": lambda: True,
             "should_pad_bench_key": should_pad_bench_key,
             "get_cached_should_pad": self._known,
@@ -77,10 +86,12 @@ class Padding:
             "get_do_bench": lambda: self._tried,
             # The trace's modes are off, and ours is not: its tensors are the device's.
             "no_dispatch": importlib.import_module("torch.utils._python_dispatch")._disable_current_modes,
-            # Without the table on disk, where a card's own trials are kept (2.11 and newer).
-            **({} if decided is None else {"_should_pad": getattr(decided, "__wrapped__", decided)}),
-        }.items():
-            patches.set(padding, name, function)
+            name: should_pad,
+        }
+        self._tries = hasattr(padding, "get_do_bench")
+        for name, function in replaced.items():
+            if hasattr(padding, name):
+                patches.set(padding, name, function)
 
     def note(self, compiled: Any) -> None:
         """What was compiled of a graph has the products that were met since the graph before."""
@@ -88,7 +99,7 @@ class Padding:
         self._since_a_graph.clear()
 
     def _known(self, key: str) -> bool | None:
-        found = self._padded.get(key)
+        found = self._padded.get(key, None if self._tries else self._gains)
         if found:
             self._since_a_graph.add(key)
         return found
@@ -103,11 +114,10 @@ class Padding:
 
     def _tried(self, product: Callable[[], object]) -> float:
         """How long it takes. A trial runs it, and again beside a buffer for the card's cache."""
-        with origin("trial"):
-            product()
-            buffer = torch.empty(self._buffer(torch.cuda.current_device()), dtype=torch.uint8, device="cuda")
-            product()
-            del buffer
+        product()
+        buffer = torch.empty(self._buffer(torch.cuda.current_device()), dtype=torch.uint8, device="cuda")
+        product()
+        del buffer
         plain, self._is_plain = self._is_plain, False
         return _PLAIN if plain or not self._gains else _FASTER
 

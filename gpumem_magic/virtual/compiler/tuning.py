@@ -18,7 +18,7 @@ import torch
 
 from gpumem_magic import private
 from gpumem_magic.virtual.engine.device import MachineForTorch
-from gpumem_magic.virtual.engine.modes import origin
+from gpumem_magic.virtual.engine.modes import TRIAL, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Triton's own trials, which Inductor used before 2.7 (`get_empty_cache_for_benchmark` of its driver). Since then the buffer is as
@@ -53,7 +53,7 @@ class Tuning:
         engine = self.machine.engine
         for _ in range(ways):
             copied = self._copied(sizes) if spares_memory else sizes
-            with engine.uninterrupted, engine.lock, origin("trial"):
+            with engine.uninterrupted, engine.lock, origin(TRIAL):
                 # Once to see that it runs, and in turns with the buffer being written.
                 with engine.scratch(device, *copied):
                     pass

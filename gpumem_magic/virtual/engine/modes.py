@@ -205,11 +205,16 @@ class ThreadFlag(threading.local):
             self.is_up = before
 
 
+# What a compiler tries kernels with.
+TRIAL = "trial"
+
+
 @contextmanager
 def origin(kind: str) -> Iterator[None]:
-    """What this thread allocates inside is noted as `kind`."""
+    """What this thread allocates inside is noted as `kind`; tensors that a trial makes as the trial's."""
     before = STATE.origin
-    STATE.origin = kind
+    if (before, kind) != (TRIAL, "factory"):
+        STATE.origin = kind
     try:
         yield
     finally:
