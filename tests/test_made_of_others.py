@@ -190,3 +190,11 @@ def test_transforms_into_a_result_are_made_and_copied() -> None:
     assert sizes(lambda: torch.fft.fft(x, out=whole)) == [made]
     assert sizes(lambda: torch.fft.irfft(part, out=x)) == [WHOLE, made]
     assert sizes(lambda: torch.logcumsumexp(x, 1, out=x)) == []
+
+
+def test_numbers_are_taken_as_they_are() -> None:
+    x, flags = torch.ones(ROWS, COLUMNS, device="cuda"), torch.ones(ROWS, COLUMNS, dtype=torch.int64, device="cuda")
+    assert sizes(lambda: torch.remainder(x, 2.0, out=x)) == []
+    assert sizes(lambda: torch.copysign(x, -3.14, out=x)) == []
+    assert sizes(lambda: torch.bitwise_and(flags, 3, out=flags)) == []
+    assert sizes(lambda: torch.special.zeta(x, 2.0, out=x)) == []

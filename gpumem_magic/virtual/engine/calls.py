@@ -95,6 +95,9 @@ def writes_by_others(func: Any) -> bool:
     schema = getattr(func, "_schema", None)
     if schema is None or schema.name in _WRITTEN_BY_CUDA or not any(argument.is_out for argument in schema.arguments):
         return False
+    if "calar" in schema.overload_name:
+        # One for tensors, which is given the number as a tensor on the host: that would come here as a number again.
+        return False
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(func.name(), "CompositeExplicitAutograd") and not has_kernel(func.name(), "CPU")
 
