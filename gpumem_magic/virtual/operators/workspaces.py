@@ -36,7 +36,8 @@ _WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.ou
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # (Those of integers go to cuBLASLt without one of its own: `int8_gemm` in ``CUDABlas.cpp``, and an H100 with 2.11.)
 _OTHERS = {
-    *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out")
+    *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out"),
+    *overloads("addmm_ baddbmm_ addmv_"),
 }
 _FILLS = {
     *overloads("zeros_like ones_like full_like new_zeros new_ones new_full fill_.Scalar fill_.Tensor zero_ _to_copy")
