@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -84,3 +85,34 @@ def test_a_view_of_a_normed_gradient_needs_no_copy() -> None:
     torch.autograd.grad(out, given, turned(2, 4, 6))
     # The turned weights take two, the gradient one, and its copy of what came one.
     assert torch.cuda.memory_stats()["allocation.all.allocated"] - before == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides", "viewed"),
+    [
+        ((2, 1, 8, 32), (256, 32, 32, 1), (2, 1, 256)),
+        ((2, 8, 1, 32), (256, 32, 256, 1), (2, 8, 32, 1)),
+        ((4, 1, 6), (6, 99, 1), (4, 1, 2, 3)),
+        ((1, 5), (7, 1), (5, 1, 1)),
+        ((3, 4, 1), (8, 1, 4), (3, 2, 1, 2)),
+    ],
+)
+def test_a_view_with_dimensions_of_one_lies_as_the_hosts(
+    shape: tuple[int, ...], strides: tuple[int, ...], viewed: tuple[int, ...]
+) -> None:
+    host, here = (torch.empty_strided(shape, strides, device=device) for device in ("cpu", "cuda"))
+    before = torch.cuda.memory_allocated()
+    for _ in range(2):
+        view = here.view(viewed)
+        assert view.stride() == host.view(viewed).stride()
+        assert view.untyped_storage()._cdata == here.untyped_storage()._cdata
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_a_heads_only_token_is_no_copy_for_the_product_that_follows() -> None:
+    """Generation token by token: what attention gives lies so."""
+    heads = torch.empty_strided((2, 8, 1, 32), (256, 32, 32, 1), device="cuda")
+    weight = torch.zeros(64, 256, device="cuda")
+    with torch.inference_mode():
+        F.linear(heads.flatten(1), weight)  # the workspace
+        assert made(lambda: F.linear(heads.transpose(1, 2).reshape(2, 1, 256), weight)) == [2 * 64 * 4]

@@ -52,6 +52,21 @@ def number_by_number(*places: int) -> Lies:
     return lies
 
 
+def as_a_view(args: Any, result: torch.Tensor) -> torch.Tensor:
+    """As C++ views the first argument (`computeStride` in ``TensorUtils.cpp``): a dimension of one has the stride that it would
+    have in one piece with those behind it. PyTorch's shape rule leaves it the one that it had."""
+    if 1 not in result.shape:
+        return result
+    source = args[0]
+    lying = made_plainly(torch.empty_strided, source.shape, source.stride(), dtype=result.dtype, device=META)
+    strides = lying.view(result.shape).stride()
+    if strides == result.stride():
+        return result
+    meta = made_plainly(torch.empty, (0,), dtype=result.dtype, device=META)
+    meta.set_(source.untyped_storage(), source.storage_offset(), result.shape, strides)
+    return meta
+
+
 def as_kernels_lay(func: Any, args: Any, out: Any, around: Callable[[torch.Tensor, torch.device], Any]) -> Any:
     """An operator's results as `LAYOUTS` says. around: makes a virtual tensor of a plain meta tensor."""
     several = isinstance(out, (tuple, list))

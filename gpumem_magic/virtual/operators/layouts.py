@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.layouts import LAYOUTS, Lies, as_an_image, in_one_piece, number_by_number
+from gpumem_magic.virtual.engine.layouts import LAYOUTS, Lies, as_a_view, as_an_image, in_one_piece, number_by_number
 
 _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
+    ("view _unsafe_view", (as_a_view,)),
     # `empty_like` of the input once it lies plainly (``layer_norm_kernel.cu``).
     ("native_layer_norm_backward", (in_one_piece, in_one_piece, in_one_piece)),
     ("_fused_rms_norm_backward", (in_one_piece, in_one_piece)),
