@@ -28,6 +28,22 @@ def test_integers_of_32_bits_are_made_64_wide() -> None:
     assert made(lambda: rows[indices, indices]) == [50 * 8, 50 * 8, 50 * 4]
 
 
+@pytest.mark.parametrize("values", ["stand-in", "auto"])
+def test_a_list_of_numbers_comes_to_the_device_once_and_a_gradient_keeps_it(values: str) -> None:
+    """As an H100 was asked for it (2.11): the gradient sorts the list, which it need not fetch again."""
+    gpu.turn_off()
+    gpu.turn_on(f"H100,torch=2.11,values={values}")
+    table = torch.zeros(5, 100, device="cuda", requires_grad=True)
+    assert made(lambda: table[:, [3, 97]]) == [2 * 8, 5 * 2 * 4]
+    out = table[:, [3, 97]]
+    assert torch.cuda.memory_allocated() == 2048 + 512 + 512, "the table, the result and the list"
+    one = torch.ones_like(out)
+    # The gradient; the list wrapped around, and multiplied; sorted, with places, and places for that, and what the sort takes.
+    assert made(lambda: torch.autograd.grad(out, table, one))[:6] == [2000, 16, 16, 16, 16, 16]
+    flags = table[:, [True] * 40 + [False] * 60]
+    assert flags.shape == (5, 40)
+
+
 def test_such_integers_on_the_host_come_to_the_device_as_they_are() -> None:
     rows = torch.zeros(100, 16, device="cuda")
     assert made(lambda: rows[torch.zeros(50, dtype=torch.int32)]) == [50 * 4, 50 * 8, 50 * 16 * 4]

@@ -233,6 +233,9 @@ def test_a_draw_from_a_distribution() -> None:
     weights = torch.zeros(4, 5_000, device="cuda")
     one = blocks(4 * 5_000 * 4)
     assert scratch(lambda: torch.multinomial(weights, 20, replacement=True)) == 3 * one
+    # One row is added up by CUB.
+    alone = made(lambda: torch.multinomial(weights[0], 20, replacement=True))
+    assert alone == [20 * 8, *[20_000] * 3, *made(lambda: weights[0].cumsum(0))[1:]]
     # The result. The lowest and the highest weight, whether they are allowed, and both. The sum of each row, whether it is
     # zero, whether any is, that none is. A draw for each weight; and the twenty highest quotients.
     checked = [4, 4, 1, 1, 1, 16, 4, 1, 1]

@@ -453,7 +453,8 @@ def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     out = engine.run(func, args, kwargs, device)
     if again and count > 1:
         # The weights, in shares, and their sums from the first on.
-        with engine.scratch(device, *[bytes_of(weights)] * 3):
+        scan = _of_one_row(engine, device, _aten.cumsum.default, (weights, -1), {}, weights)
+        with engine.scratch(device, *[bytes_of(weights)] * 3, *scan):
             return out
     with pushed(engine.mode):
         checks = _checks(engine.memory.torch_version(device), weights)
