@@ -194,6 +194,8 @@ def test_columns_of_an_image_are_made_by_resizing() -> None:
     columns = 4 * 72 * 196 * 4
     # As large as the image first.
     assert made(lambda: F.unfold(x, 3)) == [IMAGE, columns]
+    # What is no larger stays where it is: patches side by side, and some of them.
+    assert made(lambda: F.unfold(x, 2, stride=2)) == made(lambda: F.unfold(x, 1, stride=2)) == [IMAGE]
     wide = torch.zeros(4, 72, 196, device="cuda")
     # What becomes smaller keeps its memory.
     assert made(lambda: F.fold(wide, 16, 3)) == [columns]

@@ -266,23 +266,13 @@ def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return _of_copies([out, args[0]])
 
 
-@special(_aten.im2col.default)
+@special(_aten.im2col.default, _aten.col2im.default)
 def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The result is made as large as the argument, and then as large as it has to be."""
-    source = args[0]
-    with engine.scratch(device, bytes_of(source), 0 if source.is_contiguous() else bytes_of(source), first_out=True):
-        out = engine.run(func, args, kwargs, device)
-    growing.fill(engine, device, out.element_size())
-    return out
-
-
-@special(_aten.col2im.default)
-def _image(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Likewise; what is smaller keeps that memory."""
+    """The result is made as large as the argument, and keeps that memory unless it has to be larger."""
     source = args[0]
     shape = engine.fake_call(func, args, kwargs).shape
     out = torch.empty(source.shape, dtype=source.dtype, device=torch.device("cuda", device))
-    with engine.scratch(device, 0 if source.is_contiguous() else bytes_of(source)):
+    with engine.scratch(device, *_of_copies([source])):
         return out.resize_(shape)
 
 
