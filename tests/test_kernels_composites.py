@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from asked_for import events, made
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.units import MIB
 from gpumem_magic.virtual import gpu
@@ -264,3 +266,18 @@ def test_pixel_unshuffle_lies_plainly_also_of_channels_that_lie_last() -> None:
     images = torch.zeros(2, 2, 16, 16, device="cuda").contiguous(memory_format=torch.channels_last)
     assert torch.pixel_unshuffle(images, 2).is_contiguous()
     assert made(lambda: torch.pixel_unshuffle(images, 2)) == [4096]
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_bias_is_added_out_of_place_under_a_dispatch_mode() -> None:
+    """As an H100 was asked for it in a selective checkpoint."""
+    layer, x = torch.nn.Linear(128, 384).cuda(), torch.zeros(64, 4, 128, device="cuda").transpose(0, 1)
+    layer(x)  # the workspace
+    copied, product = 4 * 64 * 128 * 4, 4 * 64 * 384 * 4
+    assert made(lambda: layer(x)) == [copied, product]
+    with Watching():
+        assert made(lambda: layer(x)) == [copied, product, product]

@@ -245,6 +245,11 @@ def undisturbed() -> bool:
     return not (_len_torch_dispatch_stack() or _autocast() or _transforms())
 
 
+def has_others(mode: TorchDispatchMode) -> bool:
+    """Whether a dispatch mode of the program's is on beside ours."""
+    return any(_get_dispatch_stack_at(place) is not mode for place in range(_len_torch_dispatch_stack()))
+
+
 class pushed:
     """The mode on top of this thread's dispatch modes, with tensor subclasses' own function overrides off.
 

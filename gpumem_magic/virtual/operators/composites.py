@@ -24,7 +24,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import run_in_parts
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.modes import has_others, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.norms import by_cudnn
@@ -165,7 +165,8 @@ _BIAS_IN_ONE_CALL_FROM = (1, 12)
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Where one call can't do both, a product, to which the bias is added in place (``Linear.cpp``). For subclasses of tensors,
-    which virtual ones are, C++ makes another tensor.
+    which virtual ones are, C++ makes another tensor, and so it does on a card under a dispatch mode of the program's
+    (`isTensorSubclassLike`), as selective checkpoints have one.
 
     A weight that may have a gradient is multiplied with the input's rows in one matrix (`should_fold` in ``LinearAlgebra.cpp``),
     in inference mode, too. Here the operator comes below autograd then, where no transposed weight has one.
@@ -186,7 +187,9 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         del rows
     else:
         product = torch.matmul(input, weight.t())
-    return product if bias is None else product.add_(bias)
+    if bias is None:
+        return product
+    return product + bias if has_others(engine_of(input).mode) else product.add_(bias)
 
 
 def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
