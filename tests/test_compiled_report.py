@@ -382,7 +382,7 @@ def test_layers_with_hooks_share_what_is_compiled_in_a_recording(kept: str) -> N
 
 
 def test_what_only_a_first_run_takes_is_told_as_that(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """A product of odd sizes is tried beside copies of its factors, and 40 MiB for an A100's cache: more than the program takes."""
+    """A product of odd sizes is tried beside copies of its factors and 40 MiB for the cache: more than the program takes."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     gpu.turn_on("A100-40GB")
     weight = torch.rand(4095, 4095, device="cuda", dtype=torch.float16)
