@@ -20,6 +20,7 @@ from gpumem_magic.views.compared import moves, row
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.inside import tree
 from gpumem_magic.views.sheet import Sheet
+from gpumem_magic.virtual.compiler.tuning import leave_out_trials
 
 # Lines for modules.
 _MOST_MODULES = 12
@@ -44,12 +45,14 @@ class _Eagerly:
 
 
 class _Compiled:
-    """The program as it is, where it compiles something; else with its models compiled."""
+    """The program as it is, where it compiles something; else with its models compiled. What the compiler tries in a first run is
+    left out: it would hide what compiled code takes."""
 
     def __init__(self, program: Subject) -> None:
         self._program = program
 
     def prepared(self, values: Mapping[str, int]) -> Running:
+        leave_out_trials()
         running = self._program.prepared(values)
         if not _compiles(running):
             _compile_models()

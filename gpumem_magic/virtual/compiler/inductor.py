@@ -67,7 +67,7 @@ class Trials:
         select = selection.__call__
 
         def call(cache: Any, name: str, choices: Any, input_nodes: Any, layout: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._wanted:
+            if self._wanted and not Tuning.left_out:
                 self._take([*{node.get_name(): node for node in input_nodes}.values(), layout], selection)
             return select(cache, name, choices, input_nodes, layout, *args, **kwargs)
 

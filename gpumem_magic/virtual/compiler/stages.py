@@ -138,7 +138,13 @@ class Compiler:
                 f"While it compiled, max-autotune's trials took {human(self._trials.most)} at most: copies of one product's "
                 "tensors, and as much as the card's cache."
             )
-        if self._tuning.kernels:
+        if self._tuning.kernels and self._tuning.left_out:
+            found.append(
+                "What torch.compile tries in a first run is left out here: on a card "
+                f"{counted(self._tuning.kernels, 'kernel')} in several ways, each beside "
+                f"{human(self._tuning.buffer)} to empty the card's cache with."
+            )
+        elif self._tuning.kernels:
             found.append(
                 f"{counted(self._tuning.kernels, 'kernel')} of compiled code {'was' if self._tuning.kernels == 1 else 'were'} "
                 f"tried in several ways at the first launch, as on a card that has not run it before: each trial takes "
