@@ -580,3 +580,17 @@ def test_categories_add_up_with_the_estimate(dtype: torch.dtype) -> None:
     assert sum(peak.categories[name] or 0 for name in names) == peak.allocated
     assert (peak.categories["workspace"] or 0) > 0
     assert peak.categories["unknown"] == 0
+
+
+def test_a_depthwise_convolution_has_its_weight_laid_out_before_its_result(
+    on: Callable[[str], gpu.VirtualMachine],
+) -> None:
+    """One filter for all channels (``kernel.expand(3, 1, 3, 3)``: blurs), which ``DepthwiseConv2d.cu`` wants plain."""
+    on("T4")
+    pictures = torch.zeros(2, 3, 10, 10, device="cuda")
+    kernel = torch.zeros(3, 3, device="cuda").expand(3, 1, 3, 3)
+    torch.cuda.memory._record_memory_history()
+    nn.functional.conv2d(pictures, kernel, groups=3)
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(enabled=None)
+    assert [event["size"] for event in events if event["action"] == "alloc"] == [3 * 9 * 4, 2 * 3 * 64 * 4]

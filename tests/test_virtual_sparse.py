@@ -364,3 +364,9 @@ def test_a_product_with_a_dense_matrix_sorts_the_elements_first_where_they_are_n
     assert asked[-6:] == [4 * 200, 2 * 8 * 200, *inside]
     ordered = torch.sparse_coo_tensor(torch.arange(50).repeat(2, 1), torch.ones(50), (50, 50)).coalesce().cuda()
     assert made(lambda: torch.sparse.mm(ordered, dense)) == [3200, 3200, 4 * 51, 4 * 50, 4 * 50, 3200]
+
+
+def test_a_compressed_tensor_brings_its_values_first() -> None:
+    rows = torch.eye(8).to_sparse_csr()
+    # Eight elements, where the rows begin, the columns.
+    assert made(lambda: rows.to("cuda")) == [8 * 4, 9 * 8, 8 * 8]

@@ -112,8 +112,9 @@ def _zeros(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
 @_compressed(_aten._to_copy.default)
 def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     old, target = parts(engine, args[0]), kwargs.get("device")
-    places = [old.compressed.to(target, copy=True), old.plain.to(target, copy=True)]
+    # (They come first, as an H100 was asked.)
     elements = old.values.to(target, kwargs.get("dtype"), copy=True)
+    places = [old.compressed.to(target, copy=True), old.plain.to(target, copy=True)]
     return sparse_of((*places, elements), args[0].shape, args[0].layout)
 
 

@@ -46,6 +46,11 @@ def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format) -> int:
     return 0 if tensor.is_contiguous(memory_format=layout) else bytes_of(tensor)
 
 
+def _is_by_depth(fine: Any, weight: Any, groups: int, transposed: bool, layout: torch.memory_format) -> bool:
+    grouped = not transposed and groups > 1 and groups == fine.shape[1] and weight.shape[0] % groups == 0
+    return bool(grouped and layout == torch.contiguous_format)
+
+
 class _Call:
     """A convolution's arguments, and who runs it."""
 
@@ -63,13 +68,7 @@ class _Call:
         self.needs_columns = self.points > 1 or set(stride) != {1} or set(padding) != {0} or transposed
         # A transposed convolution is the gradient of one whose input has its result's shape.
         self.fine, self.coarse = tuple(fine.shape), tuple(coarse.shape)
-        self.by_depth = (
-            not transposed
-            and groups > 1
-            and groups == self.fine[1]
-            and weight.shape[0] % groups == 0
-            and self.layout == torch.contiguous_format
-        )
+        self.by_depth = _is_by_depth(fine, weight, groups, transposed, self.layout)
         self.groups = groups
         self.stride: tuple[int, ...] = tuple(stride)
         self.padding: tuple[int, ...] = tuple(padding)
@@ -115,8 +114,13 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     layout = layout_of(input, weight)
     with ExitStack() as held:
         held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
+        copied = engine.scratch(device, _copy_bytes(weight, layout))
+        if _is_by_depth(input, weight, groups, transposed, layout) and input.dim() == _DIMENSIONS_OF_IMAGES:
+            # Both are plain before a depthwise one has its result (`conv_depthwise2d_cuda_out` in ``DepthwiseConv2d.cu``).
+            held.enter_context(copied)
+            return engine.run(func, args, kwargs, device)
         out = engine.run(func, args, kwargs, device)
-        held.enter_context(engine.scratch(device, _copy_bytes(weight, layout)))
+        held.enter_context(copied)
         fine, coarse = (out, input) if transposed else (input, out)
         call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
         call.run("input" if transposed else "forward")

@@ -179,8 +179,15 @@ def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
 
 def _sparse_to_device(source: torch.Tensor, target: torch.device) -> Any:
     device = torch.device("cuda", STATE.last_device if target.index is None else target.index)
-    moved = sparse_of([part(source).to(device) for part in SPARSE_PARTS[source.layout]], source.shape, source.layout)
-    return moved._coalesced_(source.is_coalesced()) if source.layout is torch.sparse_coo else moved
+    *places, elements = SPARSE_PARTS[source.layout]
+    if source.layout is torch.sparse_coo:
+        moved = [part(source).to(device) for part in (*places, elements)]
+    else:
+        # (The elements come first, as an H100 was asked.)
+        first = elements(source).to(device)
+        moved = [*(part(source).to(device) for part in places), first]
+    made = sparse_of(moved, source.shape, source.layout)
+    return made._coalesced_(source.is_coalesced()) if source.layout is torch.sparse_coo else made
 
 
 def _host_like(like: FakeTensor) -> torch.Tensor:
