@@ -54,6 +54,10 @@ OPERATORS: dict[str, Operator] = {
     "filled": lambda x, _: x.fill_(3),
     "into": lambda x, y: torch.add(x, y, out=torch.empty_like(x)),
     "view": lambda x, _: x.flatten()[1:],
+    "rows": lambda x, _: x[1:, ...],
+    "last row in place": lambda x, y: x[-1].copy_(y[0]),
+    "every other": lambda x, _: x[::2].sum(),
+    "shaped": lambda x, _: x.contiguous().view(-1).unsqueeze(0),
     "transposed": lambda x, _: x.transpose(0, -1) + 1,
     "part": lambda x, y: x[0] + y[:1],
     "part in place": lambda x, y: x[0].add_(y[0]),
@@ -358,6 +362,24 @@ def test_functions_of_several_tensors_go_at_once_too(machine: gpu.VirtualMachine
     assert type(largest).__name__ == "max"
     largest.values.add_(1.0)
     assert x.max(1).values.tolist() == [5.0, 7.0]
+
+
+def test_views_go_at_once_and_are_views_to_autograd(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    weight = torch.full((2,), 3.0, device="cuda", requires_grad=True)
+    for turn in range(3):
+        x = torch.arange(6.0, device="cuda").view(3, 2)
+        part = x[1:, :]
+        assert at_once.count(torch.ops.aten.slice.Tensor) == turn
+        assert part._is_view()
+        assert part._base is x._base
+        assert part.untyped_storage()._cdata == x.untyped_storage()._cdata
+        before = x._version
+        part[0] = weight * 2
+        assert (x._version, x.requires_grad) == (before + 1, True)
+        assert x.tolist() == [[0.0, 1.0], [6.0, 6.0], [4.0, 5.0]]
+        x.sum().backward()
+        assert weight.grad is not None
+        assert weight.grad.tolist() == [2.0 * (turn + 1)] * 2
 
 
 def test_a_number_is_read_at_once_unless_somebody_looks_on(machine: gpu.VirtualMachine) -> None:

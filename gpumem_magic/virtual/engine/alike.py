@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpumem_magic.virtual.engine.modes import META, STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
-_PLAIN = {bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.Size}
+_ENDS = {int, type(None)}
+_PLAIN = {bool, str, type(None), type(Ellipsis), torch.dtype, torch.layout, torch.memory_format, torch.Size}
 # Results that depend on values or on a storage's size, and operators whose arguments become others.
 _OTHER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
@@ -151,6 +152,11 @@ class AlikeCalls:
                 key += (kind, arg if numbers else None)
             elif kind in _PLAIN:
                 key += (kind, arg)
+            elif kind is slice:
+                start, stop, step = arg.start, arg.stop, arg.step
+                if not {type(start), type(stop), type(step)} <= _ENDS:
+                    return False
+                key += (kind, start, stop, step)
             elif kind is list or kind is tuple:
                 key += (kind, len(arg))
                 if not self.describe(key, arg, numbers, untracked, hosts):
@@ -173,6 +179,11 @@ class AlikeCalls:
             and not _transforms()
             and (type(tensor) is torch.Tensor or (tensor.fake_mode is self._fake and tensor.constant is None))
         )
+
+    def looking_at(self, made: Any, args: Any, kwargs: Any) -> VirtualTensor:
+        """A view of one of these arguments, made so."""
+        found: VirtualTensor = self._make(made, _all_of(args, kwargs))
+        return found
 
     def _make(self, one: _Made, args: Any) -> Any:
         if one is None:

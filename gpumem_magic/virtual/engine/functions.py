@@ -108,12 +108,21 @@ class HostCopy(NamedTuple):
     dtype: torch.dtype
 
 
+class ViewCall(NamedTuple):
+    """A function that looks at a tensor in another way, which C++ has to know of. func: the operator; made: how its result is
+    made of the function's arguments (`alike._Made`)."""
+
+    func: Any
+    device: int
+    made: Any
+
+
 class FunctionCalls:
     """The functions that were met, by their arguments' looks and numbers. Inside `no_functions`."""
 
     def __init__(self, alike: AlikeCalls) -> None:
         self._alike = alike
-        self._found: dict[tuple[Any, ...], Shortcut | HostCopy] = {}
+        self._found: dict[tuple[Any, ...], Shortcut | HostCopy | ViewCall] = {}
         # By a function's `id`: how often it came down to something else, and the function.
         self._others: dict[int, tuple[int, Any]] = {}
         # By a function's `id`, those that only read a number from the device.
@@ -136,17 +145,30 @@ class FunctionCalls:
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...]) -> Shortcut | HostCopy | None:
+    def found(self, looks: tuple[Any, ...]) -> Shortcut | HostCopy | ViewCall | None:
         """What is known of a call that looks so."""
         return self._found.get(looks)
 
     def learn(
-        self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, heard: Sequence[Heard], plain: bool, out: Any
+        self,
+        looks: tuple[Any, ...],
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        heard: Sequence[Heard],
+        plain: bool,
+        views: bool,
+        out: Any,
     ) -> None:
-        """A function has run these operators, and returned that. plain: whether the first may be run anew past C++."""
-        way: Shortcut | HostCopy | None = None
+        """A function has run these operators, and returned that. plain: whether the first may be run anew past C++; views:
+        whether it does nothing but look at a tensor."""
+        way: Shortcut | HostCopy | ViewCall | None = None
         if len(heard) == 1:
-            way = self._copy(args, heard[0], out) or (self._way(args, kwargs, heard[0], out) if plain else None)
+            way = self._copy(args, heard[0], out)
+            if way is None and plain:
+                way = self._way(args, kwargs, heard[0], out)
+            if way is None and views:
+                way = self._view(args, kwargs, heard[0], out)
         if way is None:
             count, _ = self._others.get(id(func), (0, func))
             self._others[id(func)] = count + 1, func
@@ -166,6 +188,17 @@ class FunctionCalls:
         if source is None or type(given) is not VirtualTensor or not given.is_contiguous() or given.dtype != out.dtype:
             return None
         return HostCopy(_COPY, source, given.fake_device.index, out.size(), out.stride(), out.dtype)
+
+    def _view(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> ViewCall | None:
+        if type(out) is not VirtualTensor or heard.out is not out:
+            return None
+        answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
+        made = None if answer is None or answer.kind is not None else answer.made[0]
+        if type(made) is not tuple or made[3] is None:
+            return None
+        seen = (*heard.args, *heard.kwargs.values())[made[3]]
+        source = next((number for number, arg in enumerate((*args, *kwargs.values())) if arg is seen), None)
+        return None if source is None else ViewCall(heard.func, made[5].index, (*made[:3], source, *made[4:]))
 
     def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
         several = type(out) is not VirtualTensor

@@ -39,7 +39,8 @@ class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
     how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
-    one was last noted, and a list for the operators that run, where somebody listens.
+    one was last noted, a list for the operators that run, where somebody listens, and (operator, what it gives) where that is
+    known before C++ asks.
     """
 
     in_kernel = False
@@ -49,6 +50,7 @@ class ThreadState(threading.local):
     last_device = 0
     origin = "compute"
     heard: list[Any] | None = None
+    given: tuple[Any, Any] | None = None
 
 
 STATE = ThreadState()
@@ -165,6 +167,10 @@ class OperatorMode(TorchDispatchMode):
         try:
             if func is DEVICE_QUERY and isinstance(args[0], self._kind) and not _len_torch_dispatch_stack():
                 return answer_device(args[0])
+            given = STATE.given
+            if given is not None and given[0] is func:
+                STATE.given = None
+                return given[1]
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
                 return func(*args, **(kwargs or {}))

@@ -30,7 +30,7 @@ from gpumem_magic.virtual.engine.computing import (
     touches_values,
 )
 from gpumem_magic.virtual.engine.engine import Met
-from gpumem_magic.virtual.engine.functions import FunctionCalls, HostCopy, Shortcut, seen_by_others
+from gpumem_magic.virtual.engine.functions import FunctionCalls, HostCopy, Shortcut, ViewCall, seen_by_others
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -118,6 +118,8 @@ class RealEngine(ComputingEngine):
                 with self.uninterrupted, self.lock:
                     if isinstance(shortcut, HostCopy):
                         return self._copied(shortcut, args)
+                    if isinstance(shortcut, ViewCall):
+                        return self._viewed(shortcut, func, args, kwargs)
                     return self._shortly(shortcut, func, args, kwargs)
         with self.uninterrupted:
             return self._listened(looks, func, args, kwargs or {})
@@ -145,6 +147,20 @@ class RealEngine(ComputingEngine):
         self._begin(copy.device)
         host = _empty_strided(copy.size, copy.stride, dtype=copy.dtype, device=_CPU)
         return host.copy_(self.twins.plainly(args[copy.source]))
+
+    def _viewed(self, view: ViewCall, function: Any, args: Any, kwargs: Any) -> Any:
+        """A view, which C++ is given when it asks; NotImplemented as for `_shortly`."""
+        if not self._is_free() or self.table.holds_overwritten or self.memory.is_recorded(view.device):
+            return NotImplemented
+        if kernel_rules.rules_of_users and kernel_rules.for_operator(view.func) is not None:
+            return NotImplemented
+        self._begin(view.device)
+        STATE.given = view.func, self.alike.looking_at(view.made, args, kwargs)
+        try:
+            with pushed(self.mode):
+                return function(*args, **(kwargs or {}))
+        finally:
+            STATE.given = None
 
     def _is_free(self) -> bool:
         """Whether what runs now is the program's own call, and is done when it is called."""
@@ -220,7 +236,8 @@ class RealEngine(ComputingEngine):
         with no_functions():
             if len(heard) == 1 and heard[0].func is _READ and not isinstance(out, torch.Tensor):
                 self.functions.reading[id(func)] = func
-            self.functions.learn(looks, func, args, kwargs, heard, way is not None and way.function is not None, out)
+            plain, views = way is not None and way.function is not None, way is not None and _only_looks(way)
+            self.functions.learn(looks, func, args, kwargs, heard, plain, views, out)
         return out
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
@@ -416,6 +433,10 @@ class RealEngine(ComputingEngine):
             refuse_to_compute(getattr(function, "__name__", function), "its results have other sizes on the host")
         answer.as_on_host = twins.has_taken(out, result)
         return True
+
+
+def _only_looks(way: _Handling) -> bool:
+    return not way.touches and way.met.again and way.met.plain is None and way.met.beside is None
 
 
 def _computed(func: Any, *args: Any, **kwargs: Any) -> Any:
