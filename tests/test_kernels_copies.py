@@ -445,3 +445,10 @@ def test_a_sort_into_tensors_holds_what_it_holds_without() -> None:
     out = torch.zeros_like(x), torch.zeros(5, 5000, dtype=torch.int64, device="cuda")
     assert made(lambda: torch.sort(x, out=out)) == made(lambda: x.sort())[2:]
     assert made(lambda: torch.sort(x[:, :50], out=(out[0][:, :50], out[1][:, :50]))) == [50 * 8]
+
+
+def test_deviations_are_looked_at_before_and_after_the_draw() -> None:
+    """As an H100 was asked for it (PyTorch 2.11)."""
+    mean, deviation = torch.zeros(2, 3, device="cuda"), torch.ones(5, 2, 3, device="cuda")
+    assert made(lambda: torch.normal(mean, deviation)) == [4, 1, 120, 4, 1]
+    assert made(lambda: torch.normal(mean, deviation, out=torch.empty_like(deviation)))[1:] == [4, 1]

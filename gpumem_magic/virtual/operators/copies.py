@@ -498,6 +498,26 @@ def _drawn_around(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, d
     return [bytes_of(out)]
 
 
+@special(_aten.normal.Tensor_Tensor, _aten.normal.Tensor_Tensor_out)
+def _drawn_around_each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The lowest deviation is looked at (`CHECK_NORMAL_TENSOR_STD` in ``DistributionTemplates.h``), again after the result is
+    made."""
+    _check_deviation(engine, args[1])
+    out = engine.run(func, args, kwargs, device)
+    if func is _aten.normal.Tensor_Tensor:
+        _check_deviation(engine, args[1])
+    return out
+
+
+def _check_deviation(engine: Engine, deviation: Any) -> None:
+    if deviation.numel():
+        with pushed(engine.mode):
+            lowest = deviation.min()
+            lowest.ge(0)
+        del lowest
+        engine.table.drain()
+
+
 @special(_aten._chunk_cat.default, _aten._chunk_cat.out, table=BESIDE)
 def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``)."""
