@@ -2,7 +2,7 @@
 
     python benchmarks/compiled.py [--only NAME ...] [--device A100-80GB]          ten models
     python benchmarks/compiled.py --save DIR [--at-once N]                        on a computer with a GPU: record the programs
-    python benchmarks/compiled.py --against DIR [--device H100,torch=2.11]        anywhere: run them, too, and compare
+    python benchmarks/compiled.py --against DIR [--device CARD]                  anywhere: run them, too, and compare
 
 Each of the models trains three steps with AdamW, first as it is and then by `torch.compile`. The table has the highest allocated
 memory of the third step, the graphs and breaks that Dynamo made, the processor's seconds of the first compiled step and of later
@@ -39,6 +39,8 @@ from gpumem_magic.virtual import gpu
 
 HERE = Path(__file__).resolve().parent
 
+# What the programs were recorded on. Of free blocks of one size that with the lowest address is taken: there they fell.
+RECORDED = "H100,torch=2.11,addresses=falling"
 STEPS = 3
 # And so many for the time.
 LATER = 15
@@ -230,7 +232,7 @@ def _against(folder: Path, only: list[str], device: str, seconds: float, explain
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME")
-    parser.add_argument("--device", metavar="CARD", help="(default: A100-80GB, with --against H100,torch=2.11)")
+    parser.add_argument("--device", metavar="CARD", help=f"(default: A100-80GB, with --against {RECORDED})")
     parser.add_argument("--save", type=Path, metavar="DIR")
     parser.add_argument("--against", type=Path, metavar="DIR")
     parser.add_argument("--explain", action="store_true", help="with --against: where they differ")
@@ -240,7 +242,7 @@ def main() -> None:
     if chosen.save:
         _save(chosen.save, chosen.only, chosen.at_once, chosen.seconds)
     elif chosen.against:
-        _against(chosen.against, chosen.only, chosen.device or "H100,torch=2.11", chosen.seconds, chosen.explain)
+        _against(chosen.against, chosen.only, chosen.device or RECORDED, chosen.seconds, chosen.explain)
     else:
         _models(chosen.only, chosen.device or "A100-80GB")
 
