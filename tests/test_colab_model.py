@@ -151,6 +151,8 @@ def test_advice_finds_the_settings_that_were_found_by_hand(run: tuple[Report, st
     shorter = code.replace("num_epochs = 50", "num_epochs = 2")
     assert shorter != code
     trials = CellTrials(shell, cards.usual(), 1)
+    # (Between the tests all that lives is kept from the collector, the run's model with it, which a trial would let go of.)
+    gc.unfreeze()
     lives = {one.conf: trials.run(shorter, one.conf)[0] for one in allocator_settings(FRAGMENTED, CellDraft(shorter))}
     assert [setting for setting, one in lives.items() if one.fits] == [
         "expandable_segments:True",

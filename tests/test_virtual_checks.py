@@ -199,8 +199,10 @@ def test_a_distribution_of_the_hosts_takes_samples_of_the_device() -> None:
 
 
 @pytest.mark.parametrize("values", ["stand-in", "auto"])
-def test_a_small_distribution_is_as_it_has_to_be(values: str) -> None:
+def test_a_small_distribution_is_as_it_has_to_be(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of few elements flags are guessed one by one (a sum is not within a tolerance of one), and none of that is asked here."""
+    # (Libraries turn the checks off where they are imported.)
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
     gpu.turn_off()
     machine = gpu.turn_on(f"T4,values={values}")
     scores = torch.nn.Linear(4, 2, device="cuda")(torch.rand(3, 4, device="cuda"))

@@ -271,8 +271,14 @@ def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     """The result is made as large as the argument, and keeps that memory unless it has to be larger."""
     source = args[0]
     shape = engine.fake_call(func, args, kwargs).shape
+    copied = _of_copies([source])
+    if prod(shape) > source.numel():
+        with engine.scratch(device, bytes_of(source), *copied, first_out=True):
+            out = engine.run(func, args, kwargs, device)
+        growing.fill(engine, device, out.element_size())
+        return out
     out = torch.empty(source.shape, dtype=source.dtype, device=torch.device("cuda", device))
-    with engine.scratch(device, *_of_copies([source])):
+    with engine.scratch(device, *copied):
         return out.resize_(shape)
 
 

@@ -460,7 +460,7 @@ def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         solution = made(*batch, *width, max(rows, columns)).narrow(-1, 0, columns)
         with engine.scratch(device, bytes_of(matrices)):
             if matrices.numel() and right.numel():
-                _by_reflections(engine, device, matrices, solution if vector else solution.mT)
+                _by_reflections(engine, device, matrices, solution.unsqueeze(-1) if vector else solution.mT)
             residuals = made(*batch, *width) if rows > columns else made(0)
         _look_at_codes(engine, device, max(1, _batch(matrices.shape)))
     return solution if vector else solution.mT, residuals, made(0, dtype=torch.int64), made(0)
