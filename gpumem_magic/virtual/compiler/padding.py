@@ -70,8 +70,8 @@ class Padding:
             return name_of(match, first, second, *args, **kwargs)
 
         # (Without the table on disk, where a card's own trials are kept: 2.11 and newer.)
-        name = next(name for name in ("_should_pad", "_should_pad_bench") if hasattr(padding, name))
-        decide = getattr(getattr(padding, name), "__wrapped__", getattr(padding, name))
+        deciding = next(name for name in ("_should_pad", "_should_pad_bench") if hasattr(padding, name))
+        decide = getattr(getattr(padding, deciding), "__wrapped__", getattr(padding, deciding))
 
         def should_pad(*args: Any) -> bool:
             with origin(TRIAL):
@@ -87,7 +87,7 @@ class Padding:
             "get_do_bench": lambda: self._tried,
             # The trace's modes are off, and ours is not: its tensors are the device's.
             "no_dispatch": importlib.import_module("torch.utils._python_dispatch")._disable_current_modes,
-            name: should_pad,
+            deciding: should_pad,
         }
         self._tries = hasattr(padding, "get_do_bench") and not Tuning.left_out
         for name, function in replaced.items():

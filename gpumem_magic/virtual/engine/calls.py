@@ -50,6 +50,11 @@ def bytes_of(tensor: torch.Tensor) -> int:
     return int(tensor.numel() * tensor.element_size())
 
 
+def copies_of(*tensors: Any) -> list[int]:
+    """The bytes of those that do not lie in one piece: a kernel that wants them so has each copied."""
+    return [bytes_of(one) for one in tensors if not one.is_contiguous()]
+
+
 def sparse_layout(args: Any) -> torch.layout | None:
     """The layout of the first sparse tensor among an operator's arguments; None where there is none."""
     for arg in args:

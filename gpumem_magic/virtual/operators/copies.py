@@ -20,7 +20,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.calls import bytes_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
@@ -103,15 +103,11 @@ def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, places: Sequence[int]) -> Any:
     """Runs an operator beside copies of those arguments (their `places`) that are not contiguous."""
-    sizes = _of_copies([args[place] for place in places])
+    sizes = copies_of(*(args[place] for place in places))
     if not sizes:
         return engine.run(func, args, kwargs, device)
     with engine.scratch(device, *sizes):
         return engine.run(func, args, kwargs, device)
-
-
-def _of_copies(tensors: Sequence[Any]) -> list[int]:
-    return [bytes_of(one) for one in tensors if not one.is_contiguous()]
 
 
 @special(_aten.roll.default)
@@ -132,13 +128,13 @@ def _loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     """The sum of weights first; what is not reduced reads its arguments as they lie (``NLLLoss2d.cu``)."""
     out = engine.fake_call(func, args, kwargs)
     engine.settle(out[::-1])
-    with engine.scratch(device, *(_of_copies(args[:2]) if args[3] else ())):
+    with engine.scratch(device, *(copies_of(*args[:2]) if args[3] else ())):
         return out
 
 
 @special(_aten.nll_loss2d_backward.default, table=BESIDE)
 def _of_a_loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return _of_copies(args[2:3]) if args[4] else []
+    return copies_of(*args[2:3]) if args[4] else []
 
 
 @special(_aten.searchsorted.Tensor, table=BESIDE)
@@ -146,7 +142,7 @@ def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     """Plain tensors of one type on both sides (`searchsorted_maybe_trim_input_tensors` in ``BucketizationUtils.h``)."""
     boundaries, wanted = args[:2]
     both = torch.result_type(boundaries, wanted)
-    copied = _of_copies([wanted, boundaries])
+    copied = copies_of(wanted, boundaries)
     return copied + [one.numel() * both.itemsize for one in (wanted, boundaries) if one.dtype != both]
 
 
@@ -209,7 +205,7 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return _of_copies([args[place] for place in _LAID_OUT_AFTER[func]])
+    return copies_of(*(args[place] for place in _LAID_OUT_AFTER[func]))
 
 
 # Since when the gradient of softmax is there before the product; 1.9 has it the other way round.
@@ -263,7 +259,7 @@ def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 @special(*_SMOOTHED, table=BESIDE)
 def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    return _of_copies([out, args[0]])
+    return copies_of(out, args[0])
 
 
 @special(_aten.im2col.default, _aten.col2im.default)
@@ -271,7 +267,7 @@ def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     """The result is made as large as the argument, and keeps that memory unless it has to be larger."""
     source = args[0]
     shape = engine.fake_call(func, args, kwargs).shape
-    copied = _of_copies([source])
+    copied = copies_of(source)
     if prod(shape) > source.numel():
         with engine.scratch(device, bytes_of(source), *copied, first_out=True):
             out = engine.run(func, args, kwargs, device)
@@ -298,7 +294,7 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         last = torch.channels_last
         if out.shape[1] >= _CHANNELS and not out.is_contiguous() and out.is_contiguous(memory_format=last):
             return [] if source.is_contiguous(memory_format=last) else [bytes_of(source)]
-    return _of_copies([out, source])
+    return copies_of(out, source)
 
 
 def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:

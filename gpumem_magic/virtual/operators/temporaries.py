@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.calls import bytes_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
@@ -89,15 +89,11 @@ def _by_sorting(
                         return out
 
 
-def _copies(*tensors: Any) -> list[int]:
-    return [bytes_of(one) for one in tensors if not one.is_contiguous()]
-
-
 @special(_aten.embedding_dense_backward.default)
 def _embedding_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     gradient, indices, rows, *rest = args
     by_frequency = bool(rest[1]) if len(rest) > 1 else bool(kwargs.get("scale_grad_by_freq", False))
-    with engine.scratch(device, *_copies(indices, gradient)):
+    with engine.scratch(device, *copies_of(indices, gradient)):
         if indices.numel() <= MOST_UNSORTED and not by_frequency:
             return engine.run(func, args, kwargs, device)
         return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=False)
@@ -136,10 +132,10 @@ def _bag(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
 def _bag_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Of an embedding bag."""
     gradient, indices, _, _, _, rows, by_frequency, mode, *_ = args
-    with engine.scratch(device, *_copies(gradient)):
+    with engine.scratch(device, *copies_of(gradient)):
         if mode == _MAX or not indices.numel():
             return engine.run(func, args, kwargs, device)
-        with engine.scratch(device, *_copies(indices)):
+        with engine.scratch(device, *copies_of(indices)):
             return _by_sorting(engine, func, args, kwargs, device, rows, by_frequency, bags=True)
 
 
@@ -171,7 +167,7 @@ def _samples_by_cudnn(input: Any, grid: Any, interpolation: int, padding: int, a
 
 def _for_cudnn(grid: Any, *others: Any) -> list[int]:
     expanded = [one for one in others if 0 in one.stride()]
-    return [bytes_of(one) for one in [*expanded, *([] if grid.is_contiguous() else [grid])]]
+    return [*map(bytes_of, expanded), *copies_of(grid)]
 
 
 @special(_aten.grid_sampler_2d.default, table=BESIDE)
