@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _INDEX = 8
@@ -75,7 +76,7 @@ def refuse_other_masks(source: torch.Tensor, indices: Any, assumed: set[int]) ->
 
 def bytes_to_device(index: torch.Tensor) -> list[int]:
     """Of a list on the host, as it comes to the device."""
-    return [] if isinstance(index, VirtualTensor) else [index.numel() * index.element_size()]
+    return [] if isinstance(index, VirtualTensor) else [bytes_of(index)]
 
 
 def positions_to_device(count: int, dims: int, version: tuple[int, int]) -> list[int]:
