@@ -241,6 +241,27 @@ def test_buckets_of_gradients_are_gradients() -> None:
     held = {group.kept_by: group.bytes for group in measured.report.peak.tensors if group.category == "gradients"}
     assert held.pop("DistributedDataParallel") == 2 * 640 * MIB
     assert sum(held.values()) == 640 * MIB, "the parameters' own"
+    causes = {cause.name: cause for cause in measured.report.causes}
+    assert causes["gradients_in_buckets"].bytes == causes["buckets_made_anew"].bytes == 640 * MIB
+    assert "later iterations have one set" in causes["buckets_made_anew"].text
+
+
+def test_gradients_that_are_views_of_buckets_are_there_once() -> None:
+    """What the report advises where they are there twice."""
+    highest = []
+    for view in (False, True):
+        model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(8)]).cuda()
+        with gpumem_magic.measure():
+            wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=view)
+            for _ in range(2):
+                wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
+        with gpumem_magic.measure() as measured:
+            wrapped(torch.rand(2, 2048, device="cuda")).sum().backward()
+        found = [cause.bytes for cause in measured.report.causes if cause.name == "gradients_in_buckets"]
+        assert found == ([] if view else [128 * MIB])
+        highest.append(measured.report.peak.allocated)
+        del model, wrapped
+    assert highest[0] - highest[1] == 128 * MIB
 
 
 def test_what_is_sent_is_kept_until_somebody_waits_or_a_later_backward_sends() -> None:

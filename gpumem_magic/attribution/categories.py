@@ -109,6 +109,14 @@ def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, La
     }
 
 
+def sharing_functions(log: DeviceLog, allocation: Allocation) -> tuple[str, ...]:
+    """PyTorch's functions that share memory among ranks in whose course it was asked for, the innermost first."""
+    if allocation.born < 0:
+        return ()
+    birth = log.births.get(allocation.born)
+    return sites.sharing(log.events[allocation.born].frames) if birth is None else birth.sharing
+
+
 @dataclass(frozen=True)
 class _Case:
     """All that the rules look at for one allocation. origin: None on a real device, which can't tell. told: what it is by what it
@@ -148,7 +156,7 @@ class _Case:
             log.carried.get(allocation.address) if at_start else None,
             sizes,
             tuple(frame.name for frame in frames),
-            sites.sharing(frames) if birth is None else birth.sharing,
+            sharing_functions(log, allocation),
             birth,
             told.get(allocation.index),
         )

@@ -152,9 +152,11 @@ def site_of(frames: Sequence[Frame]) -> str:
 
 # What ranks share: the buckets in which DistributedDataParallel sends gradients, FSDP2's and FSDP1's parameters in one piece and
 # what they are gathered in, gradients in one piece, and what the neighbouring stages of a pipeline send.
+MAKES_BUCKETS, REMAKES_BUCKETS = "_ddp_init_helper", "_pre_forward"
+OF_BUCKETS = "DistributedDataParallel"
 _OF_SHARING = {
-    "_ddp_init_helper": "gradients",
-    "_pre_forward": "gradients",
+    MAKES_BUCKETS: "gradients",
+    REMAKES_BUCKETS: "gradients",
     "foreach_all_gather": "parameters",
     "foreach_all_gather_copy_out": "parameters",
     "init_all_gather_outputs": "parameters",
@@ -171,7 +173,7 @@ _OF_SHARING = {
 
 
 # Where C++ asks for it; what else they do, other functions of Python's do for them.
-_INNERMOST = ("_ddp_init_helper", "_pre_forward")
+_INNERMOST = (MAKES_BUCKETS, REMAKES_BUCKETS)
 _OF_FLAT_ONES = ("_alloc_padded_unsharded_flat_param", "_use_low_precision_shard")
 # What a compiler tries kernels with before it keeps one, and the functions of Inductor's that do so: at first launches, for
 # products that may be padded, and for max-autotune.
@@ -186,7 +188,7 @@ def of_sharing(functions: Sequence[str]) -> tuple[str, str | None] | None:
     None where they say nothing."""
     for place, name in enumerate(functions):
         if name in _INNERMOST:
-            return None if place else (_OF_SHARING[name], "DistributedDataParallel")
+            return None if place else (_OF_SHARING[name], OF_BUCKETS)
         if name in _OF_SHARING:
             category = _OF_SHARING[name]
             return category, GATHERERS[name in _OF_FLAT_ONES] if category == "parameters" else None

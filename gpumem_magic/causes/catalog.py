@@ -53,6 +53,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.kept_by_hook,
     errors.kept_errors,
     several_devices.gathered,
+    several_devices.gradients_in_buckets,
     unused_graphs.missing_no_grad,
     untrained.untrained_gradients,
     untrained.wasted_gradients,

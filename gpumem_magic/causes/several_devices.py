@@ -1,17 +1,22 @@
-"""Several devices at work: what one of them has to hold for all."""
+"""Several devices at work: what one of them has to hold for all, and what each holds to share it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from gpumem_magic.attribution import sites
+from gpumem_magic.attribution.categories import sharing_functions
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.report.model import Cause
-from gpumem_magic.snapshot.timeline import Timeline
+from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import human
 
 _PARALLEL = "torch.nn.parallel.data_parallel.DataParallel"
+_BUCKETS = (sites.MAKES_BUCKETS, sites.REMAKES_BUCKETS)
+# Gradients beside buckets are told from one part in so many of theirs.
+_SHARE = 2
 _LASTING = ("parameters", "buffers", "gradients", "optimizer_state")
 
 
@@ -42,3 +47,42 @@ def gathered(scene: Scene) -> Iterator[Cause]:
         "which gathers nothing.",
         more,
     )
+
+
+def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
+    """`DistributedDataParallel` sends gradients in buckets, made at its beginning, and again before the second iteration."""
+    gradients = scene.living_in(scene.moment, "gradients")
+    buckets = [one for one in gradients if _is_a_bucket(scene, one)]
+    remade = [one for one in buckets if _maker(scene, one) == sites.REMAKES_BUCKETS]
+    of_one_set = size_of(remade or buckets)
+    apart = size_of(gradients) - size_of(buckets)
+    # Some are there without a bucket: those of another model, or of parameters that are in no bucket yet.
+    if _SHARE * apart > of_one_set > 0:
+        yield Cause(
+            "gradients_in_buckets",
+            f"`DistributedDataParallel` holds gradients twice: {human(of_one_set)} in the buckets that ranks exchange, and "
+            f"{human(apart)} as the parameters' `.grad`.",
+            "With `gradient_as_bucket_view=True` each `.grad` is a view of its bucket.",
+            min(apart, of_one_set),
+        )
+    first = [one for one in buckets if one not in remade]
+    if remade and scene.is_large(size_of(first)):
+        over = all(one.freed is not None for one in first)
+        yield Cause(
+            "buckets_made_anew",
+            "Before the second iteration `DistributedDataParallel` makes its buckets of gradients anew "
+            f"({human(size_of(remade))}), in the order in which gradients came, and NCCL keeps the first ones "
+            f"({human(size_of(first))}) until one of the new is sent{': later iterations have one set' if over else ''}.",
+            "",
+            size_of(first),
+            describes=True,
+        )
+
+
+def _is_a_bucket(scene: Scene, one: Allocation) -> bool:
+    """By its stack; of what an earlier cell made, by the name that it was given there."""
+    return _maker(scene, one) in _BUCKETS or scene.labels[one.index].name == sites.OF_BUCKETS
+
+
+def _maker(scene: Scene, one: Allocation) -> str:
+    return next(iter(sharing_functions(scene.recording.logs[scene.device], one)), "")
