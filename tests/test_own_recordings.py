@@ -43,7 +43,7 @@ def test_a_program_asks_for_what_it_asked_the_card_for(own: ModuleType, place: P
     assert not pairing.alone_a
     assert not pairing.alone_b
     assert pairing.exact == pairing.freed_alike == len(pairing.pairs)
-    assert (virtual.growth_at_peak, virtual.growth_at_end) == (real.growth_at_peak, real.growth_at_end)
+    assert virtual.growth == real.growth
     assert (virtual.peak_reserved, virtual.segments) == (real.peak_reserved, real.segments)
 
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_magic.snapshot import pairing
-from gpumem_magic.snapshot.model import TraceEvent
-from gpumem_magic.snapshot.pairing import Recorded, longest_common, pair
+from gpumem_magic.snapshot.model import ACTIVE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.pairing import Growth, Recorded, growths, longest_common, pair
 from gpumem_magic.snapshot.timeline import Timeline
 
 SIZES = st.lists(st.integers(0, 3), max_size=14)
@@ -65,6 +65,22 @@ def test_pairs_tell_bytes_frees_and_places() -> None:
     assert (found.exact, found.freed_alike, found.same_place) == (2, 2, 1)
     assert found.matched == pytest.approx(6 / 7)
     assert (found.bytes_a, found.bytes_paired) == (512 + 1024 + 512, 512 + 1024 + 512)
+
+
+def test_growth_is_as_asked_for_where_sizes_from_before_are_not_known() -> None:
+    """A block from before, of 1.5 MiB as asked for, is freed; 0.5 MiB are asked for before that, and 1 byte after."""
+
+    def begun(kept: int, unsettled: int) -> Recorded:
+        """With so many bytes in that block."""
+        before = Segment(0, 8 << 20, 4 << 20, 0, "large", (Block(8 << 20, kept, 3 << 19, ACTIVE),))
+        events = [TraceEvent("segment_alloc", 1 << 20, 2 << 20), TraceEvent("alloc", 1 << 20, 1 << 19)]
+        events += [TraceEvent("free_completed", 8 << 20, 3 << 19), TraceEvent("alloc", (1 << 20) + (1 << 19), 1)]
+        return Recorded((before,), events, Timeline((before,), events), unsettled)
+
+    known, other = begun(3 << 19, 0), begun(2 << 20, 1)
+    assert growths(known, known) == (Growth(1 << 19, (1 << 19) - (3 << 19) + 512),) * 2
+    assert growths(known, other) == growths(other, known) == (Growth(1 << 19, (1 << 19) - (3 << 19) + 1),) * 2
+    assert known.growth != other.growth
 
 
 def test_the_same_recording_agrees_in_everything() -> None:

@@ -107,7 +107,7 @@ def test_what_the_profiler_traces_is_compared_with_a_trace(tool: dict[str, Any],
     }  # fmt: skip
     ((_, result),) = tool["run"]([case], tmp_path, tmp_path)
     assert (result.pairing.matched, result.pairing.freed_alike) == (1.0, 1)
-    assert (result.real.growth_at_end, result.virtual.growth_at_end) == (4096, 4096)
+    assert (result.real.growth.end, result.virtual.growth.end) == (4096, 4096)
 
 
 def test_snapshots_without_a_history_are_compared_block_by_block(tool: dict[str, Any]) -> None:

@@ -50,7 +50,7 @@ def test_what_was_there_before_counts_at_the_start(traces: ModuleType, tmp_path:
     recording, addressed = traces.read(path)
     assert addressed
     assert [event.size for event in recording.events if event.action == "alloc"] == [1024, 512]
-    assert (recording.growth_at_peak, recording.growth_at_end) == (1024, 512 - 4096)
+    assert recording.growth == (1024, 512 - 4096)
 
 
 def test_without_addresses_the_youngest_of_a_size_is_freed(traces: ModuleType, tmp_path: Path) -> None:
@@ -101,4 +101,4 @@ def test_a_raw_timeline_is_one_without_addresses(traces: ModuleType, tmp_path: P
         ("alloc", 1024), ("alloc", 2048), ("free_requested", 1024), ("free_requested", 512),
     ]  # fmt: skip
     assert [segment.total_size for segment in recording.start] == [512]
-    assert (recording.growth_at_peak, recording.growth_at_end) == (3072, 1536)
+    assert recording.growth == (3072, 1536)

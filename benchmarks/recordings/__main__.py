@@ -35,7 +35,7 @@ import states
 import traces
 
 from gpumem_magic.commands.diff_events import recorded, words
-from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
+from gpumem_magic.snapshot.pairing import Pairing, Recorded, growths, pair
 
 HERE = Path(__file__).resolve().parent
 RECORDINGS = HERE.parents[2] / "shared" / "data" / "snapshots"
@@ -287,8 +287,7 @@ def table_of_events(results: Sequence[Result]) -> str:
         pairs = max(1, len(pairing.pairs))
         shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
         sizes = (
-            (real.growth_at_peak, virtual.growth_at_peak),
-            (real.growth_at_end, virtual.growth_at_end),
+            *zip(*growths(real, virtual), strict=True),
             # (A trace's recording has no segments.)
             (0 if case.get("trace") else real.peak_reserved, virtual.peak_reserved),
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_magic.commands.diff_events import recorded, words
-from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
+from gpumem_magic.snapshot.pairing import Pairing, Recorded, growths, pair
 
 HERE = Path(__file__).resolve().parent
 RUNNER = HERE.parent / "stand_in_runtime" / "whole.py"
@@ -173,8 +173,7 @@ def row(name: str, real: Recorded, virtual: Recorded, pairing: Pairing) -> str:
     pairs = max(1, len(pairing.pairs))
     shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
     sizes = (
-        (real.growth_at_peak, virtual.growth_at_peak),
-        (real.growth_at_end, virtual.growth_at_end),
+        *zip(*growths(real, virtual), strict=True),
         (real.peak_reserved, virtual.peak_reserved),
     )
     cells = [

@@ -10,7 +10,7 @@ from gpumem_magic.allocator.replayable import replayables
 from gpumem_magic.attribution.sites import is_library, is_python, words_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.snapshot.model import TraceEvent
-from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
+from gpumem_magic.snapshot.pairing import Growth, Pairing, Recorded, growths, pair
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import counted, human
@@ -28,7 +28,7 @@ def recorded(path: str, device: int | None = None) -> Recorded:
             f"{printable(path)}: it has no events{'' if device is None else f' of device {device}'} to compare"
         )
     one = max(found, key=lambda one: len(one.events))
-    return Recorded(one.seed.start, one.events, Timeline(one.seed.start, one.events, one.settings))
+    return Recorded(one.seed.start, one.events, Timeline(one.seed.start, one.events, one.settings), one.seed.uncertain)
 
 
 def print_comparison(a: str, b: str, device: int | None, most: int) -> int:
@@ -41,7 +41,8 @@ def print_comparison(a: str, b: str, device: int | None, most: int) -> int:
 def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str]:
     """The comparison for a reader: the answer, the figures, where they first part, and up to `most` kinds of difference each."""
     share = 100 * pairing.bytes_paired / max(1, pairing.bytes_a)
-    yield _answer(a, b, pairing)
+    one, other = growths(a, b)
+    yield _answer(one, other, pairing)
     yield f"{100 * pairing.matched:.2f} % of the allocations match, and {share:.2f} % of A's bytes."
     yield f"allocations     A {len(pairing.a):,}  B {len(pairing.b):,}  pairs {len(pairing.pairs):,}"
     places = "" if pairing.same_place is None else f"  at the same place {pairing.same_place:,}"
@@ -49,8 +50,13 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     if a.start or b.start:
         before = [human(side.timeline.allocated_at(0)) for side in (a, b)]
         yield f"at the start    A {before[0]}  B {before[1]}  allocated before the first event"
-    yield f"peak, growth    A {human(a.growth_at_peak)}  B {human(b.growth_at_peak)}{_error(a.growth_at_peak, b.growth_at_peak)}"
-    yield f"growth at end   A {human(a.growth_at_end)}  B {human(b.growth_at_end)}{_error(a.growth_at_end, b.growth_at_end)}"
+    yield f"peak, growth    A {human(one.peak)}  B {human(other.peak)}{_error(one.peak, other.peak)}"
+    yield f"growth at end   A {human(one.end)}  B {human(other.end)}{_error(one.end, other.end)}"
+    if a.unsettled or b.unsettled:
+        unsettled = " and ".join(
+            f"{counted(side.unsettled, 'block')} of {name}" for name, side in (("A", a), ("B", b)) if side.unsettled
+        )
+        yield f"                in bytes asked for: of {unsettled} from before, the size is known to 1 MiB only"
     yield f"peak reserved   A {human(a.peak_reserved)}  B {human(b.peak_reserved)}{_error(a.peak_reserved, b.peak_reserved)}"
     yield f"segments        A {a.segments:,}  B {b.segments:,}"
     first = _first(a, b, pairing)
@@ -73,15 +79,15 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     yield from _listed(groups, most)
 
 
-def _answer(a: Recorded, b: Recorded, pairing: Pairing) -> str:
+def _answer(a: Growth, b: Growth, pairing: Pairing) -> str:
     """Whether the one tells the other's peak."""
     if pairing.matched < _HARDLY:
         return f"Hardly one program's: {100 * pairing.matched:.2f} % of the allocations match. Do both begin at the same line?"
-    peaks = human(a.growth_at_peak), human(b.growth_at_peak)
-    if a.growth_at_peak == b.growth_at_peak:
+    peaks = human(a.peak), human(b.peak)
+    if a.peak == b.peak:
         return f"The peak is the same: {peaks[0]} more than at the start."
-    way = "higher" if b.growth_at_peak > a.growth_at_peak else "lower"
-    by = f"{100 * abs(b.growth_at_peak / a.growth_at_peak - 1):.2f} % " if a.growth_at_peak > 0 else ""
+    way = "higher" if b.peak > a.peak else "lower"
+    by = f"{100 * abs(b.peak / a.peak - 1):.2f} % " if a.peak > 0 else ""
     return f"B's peak is {by}{way}: {peaks[1]} more than at the start, A's {peaks[0]}."
 
 

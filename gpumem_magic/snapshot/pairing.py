@@ -7,8 +7,11 @@ Algorithm", 1986). Everything else is compared on the pairs: exact bytes, when t
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.snapshot.rules import round_size
@@ -80,22 +83,41 @@ def _walk_back(history: list[dict[int, int]], x: int, y: int, begin_a: int, begi
     return pairs
 
 
+class Growth(NamedTuple):
+    """Bytes by which the highest memory, and that at the end, exceed that of the start."""
+
+    peak: int
+    end: int
+
+
 @dataclass(frozen=True)
 class Recorded:
-    """One device's recording: the segments at its start, its events, and what it was at every one of them."""
+    """One device's recording: the segments at its start, its events, and what it was at every one of them.
+
+    unsettled: how many blocks from before the first event have sizes that are only known to 1 MiB."""
 
     start: Sequence[Segment]
     events: Sequence[TraceEvent]
     timeline: Timeline
+    unsettled: int = 0
 
     @property
-    def growth_at_peak(self) -> int:
-        """Bytes by which the highest allocated memory exceeds that of the start."""
-        return self.timeline.peak(0, len(self.timeline))[0] - self.timeline.allocated_at(0)
+    def growth(self) -> Growth:
+        """Of allocated memory."""
+        timeline, start = self.timeline, self.timeline.allocated_at(0)
+        return Growth(timeline.peak(0, len(timeline))[0] - start, timeline.allocated_at(len(timeline)) - start)
 
     @property
-    def growth_at_end(self) -> int:
-        return self.timeline.allocated_at(len(self.timeline)) - self.timeline.allocated_at(0)
+    def growth_as_asked(self) -> Growth:
+        """Of the bytes that were asked for, which the events of all blocks tell, also of those from before the first."""
+        changes: Counter[int] = Counter()
+        for one in self.timeline.allocations:
+            if one.born >= 0:
+                changes[one.born] += one.requested
+            if one.freed is not None:
+                changes[one.freed] -= one.requested
+        sums = list(accumulate((changes[event] for event in sorted(changes)), initial=0))
+        return Growth(max(sums), sums[-1])
 
     @property
     def peak_reserved(self) -> int:
@@ -134,6 +156,13 @@ class Pairing:
         """The share of all allocations that have a partner, from 0 to 1: pairs count on both sides."""
         total = len(self.a) + len(self.b)
         return 2 * len(self.pairs) / total if total else 1.0
+
+
+def growths(one: Recorded, other: Recorded) -> tuple[Growth, Growth]:
+    """What each grew by: by its blocks, or as asked for where the sizes of blocks from before are not all known."""
+    if one.unsettled or other.unsettled:
+        return one.growth_as_asked, other.growth_as_asked
+    return one.growth, other.growth
 
 
 def pair(one: Recorded, other: Recorded) -> Pairing:
