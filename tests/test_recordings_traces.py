@@ -53,6 +53,19 @@ def test_what_was_there_before_counts_at_the_start(traces: ModuleType, tmp_path:
     assert recording.growth == (1024, 512 - 4096)
 
 
+def test_threads_are_told_in_the_order_of_time(traces: ModuleType, tmp_path: Path) -> None:
+    """The profiler writes one thread's events after the other's. Here backward's come first: it frees what forward made."""
+    backward, forward = {"Addr": 1, "Bytes": -1024}, [{"Addr": 1, "Bytes": 1024}, {"Addr": 2, "Bytes": 512}]
+    path = written(tmp_path, [backward, *forward])
+    trace = json.loads(path.read_text())
+    for event, time in zip(trace["traceEvents"][1:], (30.5, 9.25, 10.75), strict=True):
+        event["ts"] = time
+    path.write_text(json.dumps(trace))
+    recording, _ = traces.read(path)
+    assert [event.action for event in recording.events] == ["alloc", "alloc", "free_requested", "free_completed"]
+    assert (recording.growth_at_peak, recording.growth_at_end) == (1536, 512)
+
+
 def test_without_addresses_the_youngest_of_a_size_is_freed(traces: ModuleType, tmp_path: Path) -> None:
     recording, addressed = traces.read(written(tmp_path, [{"Bytes": one} for one in (512, 1024, 512, -512)]))
     assert not addressed

@@ -430,6 +430,27 @@ def test_pytorchs_profiler_shows_the_hosts_side_and_says_so() -> None:
     assert "mine" in {event.key for event in profiler.key_averages()}
 
 
+def test_pytorchs_profiler_writes_no_stacks_and_says_so(tmp_path: Path) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    file = tmp_path / "stacks.txt"
+    with (
+        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=True) as profiler,
+    ):
+        rand(2, 4)
+    with pytest.warns(UserWarning, match=r"the profiler records no stacks on a virtual GPU: .*stacks.txt is empty"):
+        profiler.export_stacks(str(file), "self_cuda_time_total")
+    assert file.read_text() == ""
+    with (
+        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
+        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as unasked,
+    ):
+        rand(2, 4)
+    with pytest.raises(AssertionError, match="requires with_stack=True"):
+        unasked.export_stacks(str(file))
+
+
 def test_pytorchs_memory_timeline_says_what_to_use_instead(tmp_path: Path) -> None:
     from torch.profiler import profile
 

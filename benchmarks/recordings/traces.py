@@ -29,7 +29,10 @@ def read(path: Path, device: int = 0) -> tuple[Recorded, bool]:
     trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     if isinstance(trace, list):
         return _of_blocks(((0, size) for _, action, size, _ in trace if action in (_CREATE, _DESTROY)), False), False
-    found = [event["args"] for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    events = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
+    # A trace tells one thread after the other: backward's may come before that of the forward.
+    events.sort(key=lambda event: float(event.get("ts", 0)))
+    found = [event["args"] for event in events]
     found = [one for one in found if (one["Device Type"], one["Device Id"]) == (_CUDA, device)]
     if not found:
         raise ValueError("the trace has no memory events of the card")

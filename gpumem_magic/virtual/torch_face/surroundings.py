@@ -8,6 +8,7 @@ import signal
 import threading
 import warnings
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.autograd.profiler
@@ -122,12 +123,28 @@ def _profiler(patches: Patches) -> None:
     """
     kind = torch.autograd.profiler.profile
     original = kind.__init__
+    stackless: WeakSet[Any] = WeakSet()
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.pop("use_cuda", False) or kwargs.get("use_device") == "cuda":
             warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=4)
+            if kwargs.get("with_stack"):
+                stackless.add(self)
             kwargs.update(use_device=None, with_stack=False)
         original(self, *args, **kwargs)
+
+    original_stacks = kind.export_stacks
+
+    def export_stacks(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        if self not in stackless:
+            return original_stacks(self, path, *args, **kwargs)
+        warnings.warn(f"the profiler records no stacks on a virtual GPU: {path} is empty", stacklevel=3)
+        # PyTorch refuses a profiler that was not asked for stacks. This one was.
+        self.with_stack = True
+        try:
+            return original_stacks(self, path, *args, **kwargs)
+        finally:
+            self.with_stack = False
 
     original_export = torch.profiler.profile.export_memory_timeline
 
@@ -152,6 +169,7 @@ def _profiler(patches: Patches) -> None:
     # The module under the name of CUDA's runtime, None in builds for the host.
     patches.set(torch.cuda, "_cudart", _Runtime())
     patches.set(kind, "__init__", init)
+    patches.set(kind, "export_stacks", export_stacks)
     patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
 
 
