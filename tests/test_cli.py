@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,37 @@ def test_a_script_sees_what_python_would_show_it(
         ("import sys\nsys.exit('a word')\n", 1, "a word"),
         ("raise SystemExit(True)\n", 1, ""),
         ("raise KeyboardInterrupt\n", 130, "KeyboardInterrupt"),
+        # SIGTERM, as `timeout` and job schedulers send it: a loop that catches everything hears it, too, as it hears Ctrl-C.
+        ("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\nwhile True: pass\n", 143, "<<report>>"),
+        (
+            "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGTERM)\n    while True: pass\n"
+            "except BaseException: pass\n",
+            143,
+            "<<report>>",
+        ),
+        (
+            "import os, signal\nbefore = signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+            "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    while True: pass\n"
+            "finally: signal.signal(signal.SIGINT, before)\n",
+            143,
+            "<<report>>",
+        ),
+        # The program's own handler, and what it does.
+        (
+            "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+            "try:\n    os.kill(os.getpid(), signal.SIGTERM)\n    while True: pass\n"
+            "finally: signal.signal(signal.SIGTERM, signal.SIG_DFL)\n",
+            5,
+            "",
+        ),
+        # A process that was forked ends as it always does.
+        (
+            "import os, signal, time\nchild = os.fork()\nif not child:\n    time.sleep(20)\n    os._exit(0)\n"
+            "os.kill(child, signal.SIGTERM)\n"
+            "raise SystemExit(os.waitstatus_to_exitcode(os.wait()[1]) + 20)\n",
+            20 - signal.SIGTERM,
+            "",
+        ),
         ("{}['missing']\n", 1, "KeyError: 'missing'"),
     ],
 )

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,13 +23,17 @@ from typing import Any, NoReturn
 import numpy as np
 
 HERE = Path(__file__).resolve().parent
+# How long a program that was ended may take for its report.
+_REPORT_SECONDS = 60
 # The lines that differ between any two runs: times, rates, and the device's own name and memory.
 _OF_THE_MOMENT = re.compile(
-    r"time|\bsec|seconds|\bms\b|\dms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
+    r"time|\btook\b|\bsec|seconds|\bms\b|\dms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
     re.I,
 )
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
+# The scratch folder, which is another in each run.
+_SCRATCH = re.compile(r"\S*/tmp\w{8}/")
 # NumPy fills numbers up with spaces, each array as its longest.
 _BESIDE_NUMBERS = re.compile(r"\s*([\[\]#]|\s)\s*")
 
@@ -155,16 +160,23 @@ def _become(
 def _wait(child: int, limit: float) -> tuple[int | None, int]:
     """The exit status (None where the time was up), and the most memory that it had.
 
-    Waiting counts a quarter: where the computer is busy with other things, a program gets as far as on an idle one.
+    Waiting counts a quarter: where the computer is busy with other things, a program gets as far as on an idle one. Where its
+    time is up it is told so, as ``timeout`` does it, and has a while for its report.
     """
     began = time.perf_counter()
+    told: float | None = None
     while True:
         pid, code, usage = os.wait4(child, os.WNOHANG)
+        now = time.perf_counter()
         if pid:
-            return os.waitstatus_to_exitcode(code), usage.ru_maxrss << 10
-        if time.perf_counter() - began > limit and (
-            _processor_seconds(child) > limit or time.perf_counter() - began > 4 * limit
-        ):
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)  # what it started and left behind
+            return os.waitstatus_to_exitcode(code) if told is None else None, usage.ru_maxrss << 10
+        if told is None:
+            if now - began > limit and (_processor_seconds(child) > limit or now - began > 4 * limit):
+                os.kill(child, signal.SIGTERM)
+                told = now
+        elif now - told > _REPORT_SECONDS:
             os.killpg(child, signal.SIGKILL)
             _, _, usage = os.wait4(child, 0)
             return None, usage.ru_maxrss << 10
@@ -198,23 +210,50 @@ def same_text(ours: str, theirs: str) -> bool | None:
 
 def way_taken(guessed: Run, real: Run) -> str:
     """Whether a program went with stand-ins the way that it goes with real values: "same", "said" by the report that it may not,
-    or "silent"; "" where one has no report, as its time was up.
+    or "silent"; "" where one has no report.
 
     The same: as many iterations, lines that differ in numbers only (those are measured), and a peak that does not by a part in
-    a hundred.
+    a hundred. Where the time was up for one of them: as far as both went.
     """
-    if real.status is None or guessed.status is None or not (real.report and guessed.report):
+    if not (real.report and guessed.report):
         return ""
     lines = [
         [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(one.out)] for one in (guessed, real)
     ]
-    turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
-    peaks = [one.peak or 0 for one in (guessed, real)]
-    if lines[0] == lines[1] and turns[0] == turns[1] and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:
+    if guessed.status is None or real.status is None:
+        went = min(map(len, lines))
+        steps = [_steps(one) for one in (guessed, real)]
+        common = [peak for peak in zip(*steps, strict=False) if peak[0][0] == peak[1][0]]
+        same = lines[0][:went] == lines[1][:went] and len(common) == min(map(len, steps))
+        peaks = [max((one[way][1] for one in common), default=0) for way in (0, 1)]
+        if not common:
+            return ""
+    else:
+        turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
+        peaks = [one.peak or 0 for one in (guessed, real)]
+        same = lines[0] == lines[1] and turns[0] == turns[1]
+    if same and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:
         return "same"
     return "said" if "the virtual GPU does not know" in guessed.report.get("answer", "") else "silent"
 
 
+def _steps(one: Run) -> list[tuple[tuple[int, int], int]]:
+    """The statements up to the first iterations that are folded, without the one in which it was stopped: line, turn and peak."""
+    found = []
+    for row in one.report["checkpoints"]:
+        if row["kind"] not in ("statement", "before"):
+            break
+        turn = row["iteration"]
+        if len(turn) > 1:
+            break
+        found.append(((row["line"], turn[0] if turn else 0), row["peak_allocated"]))
+    return found
+
+
 def _comparable(text: str) -> list[str]:
     lines = [line for part in text.splitlines() for line in part.split("\r")]
-    return [_CLOCK.sub("", line).rstrip() for line in lines if line.strip() and not _OF_THE_MOMENT.search(line)]
+    return [
+        _SCRATCH.sub("", _CLOCK.sub("", line)).rstrip()
+        for line in lines
+        if line.strip() and not _OF_THE_MOMENT.search(line)
+    ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_magic.commands import virtual_ranks
 from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED, program_of
-from gpumem_magic.commands.launch import device_of_a_rank, run_processes
+from gpumem_magic.commands.launch import Terminated, device_of_a_rank, ending_as_after_ctrl_c, run_processes
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
@@ -115,12 +116,16 @@ class _MeasuredScript:
 
     def run(self, main_module: ModuleType) -> None:
         """Runs the script to its end, and makes the report. An error of its own is shown as Python shows it."""
+        ended: list[int] = []
         try:
             with suppress(StopRun):
-                try:
-                    self.script.run(main_module)
-                finally:
-                    if self.rank is not None:
+                if self.rank is None:
+                    with ending_as_after_ctrl_c(once=True) as ended:
+                        self.script.run(main_module)
+                else:
+                    try:
+                        self.script.run(main_module)
+                    finally:
                         self.rank.leaves()
         except SystemExit as error:
             # Leaving by sys.exit is no failure, except of a rank that others wait for.
@@ -128,16 +133,21 @@ class _MeasuredScript:
             self._close(error if fails else None, main_module)
             self.status = _exit_status(error.code)
         except BaseException as error:
+            if ended and isinstance(error, KeyboardInterrupt):
+                error = Terminated().with_traceback(error.__traceback__)
             self.where = place_of(error)
             traceback = self.script.own_frames(error.__traceback__)
             self._close(error, main_module)
             _flush()
-            leave_out_ours(error.with_traceback(traceback))
-            sys.excepthook(type(error), error, traceback_of(error))
+            if not isinstance(error, Terminated):
+                leave_out_ours(error.with_traceback(traceback))
+                sys.excepthook(type(error), error, traceback_of(error))
             self.status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         else:
             self._close(None, main_module)
             self.left_early = False
+        if ended:
+            self.status = 128 + signal.SIGTERM
 
     def _close(self, failure: BaseException | None, main_module: ModuleType) -> None:
         if self.found is None:
