@@ -63,7 +63,7 @@ def test_threads_are_told_in_the_order_of_time(traces: ModuleType, tmp_path: Pat
     path.write_text(json.dumps(trace))
     recording, _ = traces.read(path)
     assert [event.action for event in recording.events] == ["alloc", "alloc", "free_requested", "free_completed"]
-    assert (recording.growth_at_peak, recording.growth_at_end) == (1536, 512)
+    assert recording.growth == (1536, 512)
 
 
 def test_without_addresses_the_youngest_of_a_size_is_freed(traces: ModuleType, tmp_path: Path) -> None:
