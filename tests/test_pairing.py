@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpumem_magic.snapshot import pairing
 from gpumem_magic.snapshot.model import ACTIVE, Block, Segment, TraceEvent
-from gpumem_magic.snapshot.pairing import Growth, Recorded, growths, longest_common, pair
+from gpumem_magic.snapshot.pairing import Grown, Recorded, growths, longest_common, pair
 from gpumem_magic.snapshot.timeline import Timeline
 
 SIZES = st.lists(st.integers(0, 3), max_size=14)
@@ -78,8 +78,8 @@ def test_growth_is_as_asked_for_where_sizes_from_before_are_not_known() -> None:
         return Recorded((before,), events, Timeline((before,), events), unsettled)
 
     known, other = begun(3 << 19, 0), begun(2 << 20, 1)
-    assert growths(known, known) == (Growth(1 << 19, (1 << 19) - (3 << 19) + 512),) * 2
-    assert growths(known, other) == growths(other, known) == (Growth(1 << 19, (1 << 19) - (3 << 19) + 1),) * 2
+    assert growths(known, known) == (Grown(1 << 19, (1 << 19) - (3 << 19) + 512),) * 2
+    assert growths(known, other) == growths(other, known) == (Grown(1 << 19, (1 << 19) - (3 << 19) + 1),) * 2
     assert known.growth != other.growth
 
 

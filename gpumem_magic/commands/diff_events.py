@@ -10,7 +10,7 @@ from gpumem_magic.allocator.replayable import replayables
 from gpumem_magic.attribution.sites import is_library, is_python, words_of
 from gpumem_magic.snapshot.files import read
 from gpumem_magic.snapshot.model import TraceEvent
-from gpumem_magic.snapshot.pairing import Growth, Pairing, Recorded, growths, pair
+from gpumem_magic.snapshot.pairing import Grown, Pairing, Recorded, growths, pair
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import counted, human
@@ -79,7 +79,7 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     yield from _listed(groups, most)
 
 
-def _answer(a: Growth, b: Growth, pairing: Pairing) -> str:
+def _answer(a: Grown, b: Grown, pairing: Pairing) -> str:
     """Whether the one tells the other's peak."""
     if pairing.matched < _HARDLY:
         return f"Hardly one program's: {100 * pairing.matched:.2f} % of the allocations match. Do both begin at the same line?"

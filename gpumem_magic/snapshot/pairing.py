@@ -83,7 +83,7 @@ def _walk_back(history: list[dict[int, int]], x: int, y: int, begin_a: int, begi
     return pairs
 
 
-class Growth(NamedTuple):
+class Grown(NamedTuple):
     """Bytes by which the highest memory, and that at the end, exceed that of the start."""
 
     peak: int
@@ -102,13 +102,13 @@ class Recorded:
     unsettled: int = 0
 
     @property
-    def growth(self) -> Growth:
+    def growth(self) -> Grown:
         """Of allocated memory."""
         timeline, start = self.timeline, self.timeline.allocated_at(0)
-        return Growth(timeline.peak(0, len(timeline))[0] - start, timeline.allocated_at(len(timeline)) - start)
+        return Grown(timeline.peak(0, len(timeline))[0] - start, timeline.allocated_at(len(timeline)) - start)
 
     @property
-    def growth_as_asked(self) -> Growth:
+    def growth_as_asked(self) -> Grown:
         """Of the bytes that were asked for, which the events of all blocks tell, also of those from before the first."""
         changes: Counter[int] = Counter()
         for one in self.timeline.allocations:
@@ -117,7 +117,7 @@ class Recorded:
             if one.freed is not None:
                 changes[one.freed] -= one.requested
         sums = list(accumulate((changes[event] for event in sorted(changes)), initial=0))
-        return Growth(max(sums), sums[-1])
+        return Grown(max(sums), sums[-1])
 
     @property
     def peak_reserved(self) -> int:
@@ -158,7 +158,7 @@ class Pairing:
         return 2 * len(self.pairs) / total if total else 1.0
 
 
-def growths(one: Recorded, other: Recorded) -> tuple[Growth, Growth]:
+def growths(one: Recorded, other: Recorded) -> tuple[Grown, Grown]:
     """What each grew by: by its blocks, or as asked for where the sizes of blocks from before are not all known."""
     if one.unsettled or other.unsettled:
         return one.growth_as_asked, other.growth_as_asked
