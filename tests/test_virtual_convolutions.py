@@ -212,6 +212,7 @@ def test_fused_winograd_takes_what_a_recording_on_turing_shows(
 # What cuDNN 9.20 answers (`benchmarks/convolution_plans.py`), to its own hundred or so bytes.
 RESNET = {"fine": (32, 64, 56, 56), "weight": (64, 64, 3, 3), "coarse": (32, 64, 56, 56)}
 PRODUCT = {"fine": (32, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (32, 256, 56, 56), "padding": (0, 0)}
+DILATED = {**RESNET, "padding": (2, 2), "dilation": (2, 2)}
 FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
 
 
@@ -255,8 +256,8 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
         (convolution(**RESNET), (9, 0), False, 0),
         (convolution(last=True, **RESNET), (9, 0), False, (2 * FINE + NARROW, 16)),
         (convolution("input", last=True, **PRODUCT), (9, 0), False, (5 * FINE, 16)),
-        (convolution("weight", last=True, **RESNET), (9, 0), False, 0),
-        (convolution("weight", **RESNET), (9, 0), False, (2 * FINE + NARROW, 16)),
+        (convolution("weight", last=True, **DILATED), (9, 0), False, 0),
+        (convolution("weight", **DILATED), (9, 0), False, (2 * FINE + NARROW, 16)),
         (convolution("weight", fine=(2, 32, 8, 8), weight=(8, 32, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False, 0),
         (convolution("weight", fine=(2, 128, 8, 8), weight=(8, 128, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False,
          (2 * 128 * 64 + 9 * 1024 + 2 * 8 * 64, 16)),
@@ -431,6 +432,59 @@ def test_the_largest_plan_that_trials_try_is_an_h100s() -> None:
     assert largest_tried(forward, A100, (2, 11)) == 0
     strided = ((8, 768, 8, 8), (128, 768, 2, 2), (8, 128, 4, 4), (2, 2), *BATCH_OF_DENSENET[4:])
     assert largest_tried(Convolution("forward", *strided, torch.float32, False), (9, 0), (2, 11), tf32=False) == 0
+
+
+SQUARE_KERNEL = ((1, 1), (1, 1), (1, 1), 1, torch.float32)
+MIDDLE_OF_RESNET = ((8, 256, 14, 14), (256, 256, 3, 3), (8, 256, 14, 14), *SQUARE_KERNEL)
+OF_A_GENERATOR = ((64, 128, 32, 32), (64, 128, 3, 3), (64, 64, 32, 32), *SQUARE_KERNEL)
+OF_MANY_CHANNELS = ((8, 512, 32, 32), (512, 512, 3, 3), (8, 512, 32, 32), *SQUARE_KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("way", "layer", "last", "tf32", "nbytes"),
+    [
+        # Winograd: 6 x 6 values of 8 x 4 x 4 tiles of 256 and 256 channels, and of 256 x 256 weights.
+        ("weight", MIDDLE_OF_RESNET, False, True, 36 * (128 * 512 + 256 * 256) * 4),
+        ("weight", MIDDLE_OF_RESNET, False, False, 36 * (128 * 512 + 256 * 256) * 4),
+        # With the channels last it works on copies.
+        (
+            "weight",
+            MIDDLE_OF_RESNET,
+            True,
+            False,
+            36 * (128 * 512 + 256 * 256) * 4 + (2 * 8 * 256 * 196 + 256 * 2304) * 4 + 16,
+        ),
+        # Fourier: twice 64 x 33 complex numbers of 64 x (128 + 64) images, and the results' gradient.
+        ("weight", OF_A_GENERATOR, False, True, 2 * 64 * 33 * 8 * 64 * 192 + 64 * 64 * 32 * 32 * 4),
+        # In tiles of 32: 32 x 17 complex numbers of the weights, and of two tiles of each image.
+        ("input", OF_MANY_CHANNELS, False, False, 32 * 17 * 8 * (512 * 512 + 2 * 8 * 1024)),
+    ],
+)
+def test_an_h100_takes_gradients_of_square_kernels_by_transforms(
+    way: str, layer: Any, last: bool, tf32: bool, nbytes: int
+) -> None:
+    """As recorded (cuDNN 9.19), to the byte."""
+    call = Convolution(way, *layer, last)
+    assert estimate(call, (9, 0), (2, 11), tf32) == nbytes
+    assert estimate(call, (8, 0), (2, 11), tf32) < nbytes
+
+
+def test_tensor_cores_need_no_transform_where_there_are_many_results() -> None:
+    call = Convolution("weight", (512, 256, 14, 14), (256, 256, 3, 3), (512, 256, 14, 14), *SQUARE_KERNEL, False)
+    assert estimate(call, (9, 0), (2, 11)) == 2 * 4 * 512 * 256 * 196 + 4 * 9 * 256 * 256 + 16
+
+
+def test_trials_of_an_input_gradient_transform_tiles_and_with_a_stride_each_phase() -> None:
+    """As recorded: DCGAN's layer of 4 x 4 points is four convolutions of 3 x 3 between images of 4 x 4."""
+    tile = 32 * 17 * 8
+    plain = Convolution("input", *MIDDLE_OF_RESNET, False)
+    assert largest_tried(plain, (9, 0), (2, 11)) == tile * (256 * 256 + 8 * 512)
+    strided = Convolution(
+        "input", (8, 256, 8, 8), (512, 256, 4, 4), (8, 512, 4, 4), (2, 2), (1, 1), (1, 1), 1, torch.float32, False
+    )
+    weights = 4 * 256 * 512
+    copies = 8 * 256 * 64 + 8 * 512 * 16 + weights * 9
+    assert largest_tried(strided, (9, 0), (2, 11)) == tile * (weights + 8 * (1024 + 512)) + 4 * copies + 16
 
 
 def test_the_benchmarks_trials_share_that_block_and_halve_it_where_there_is_no_room(on: Any) -> None:

@@ -34,7 +34,7 @@ import torch
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.snapshot.rules import round_size, segment_size
-from gpumem_magic.units import MIB, round_up
+from gpumem_magic.units import GIB, MIB, round_up
 from gpumem_magic.virtual.card.catalog import DeviceState
 from gpumem_magic.virtual.card.generations import Version, is_rocm, parse_version, wheels
 from gpumem_magic.virtual.engine.memory import Convolution
@@ -53,9 +53,10 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     estimated; else 0."""
     if call.groups != 1:
         return 0
-    product = _product(call, capability, version, tf32)
-    if product is not None:
-        return product
+    for other_way in (_product, _transformed):
+        nbytes = other_way(call, capability, version, tf32)
+        if nbytes is not None:
+            return nbytes
     copies = _copied(call, capability, version, tf32)
     return copies + (_beside_copies(call, copies, tf32) if _is_as_recorded(capability, version) else 0)
 
@@ -70,22 +71,101 @@ def largest_tried(call: Convolution, capability: tuple[int, int], version: Versi
     tensor_cores = tf32 if call.dtype == torch.float32 else _has_tensor_cores(call.dtype, capability)
     multiple = _CHANNELS_TOGETHER if call.dtype == torch.float32 else 2 * _CHANNELS_TOGETHER
     copied = sum(_copies(call, multiple)) + _ALIGNMENT if tensor_cores else 0
-    return max(copied, _by_fourier_transforms(call))
+    if call.dtype != torch.float32 or call.last or len(call.stride) != 2 or set(call.dilation) != {1}:
+        return copied
+    if call.way == "input":
+        return max(copied, _by_tiled_fourier_transforms(call))
+    return max(copied, _by_fourier_transforms(call) if set(call.stride) == {1} else 0)
 
 
 def _by_fourier_transforms(call: Convolution) -> int:
-    images = len(call.stride) == 2 and {*call.stride, *call.dilation} == {1}
-    if call.dtype != torch.float32 or call.last or call.way == "input" or not images:
-        return 0
+    """Of a forward or a weight's gradient: images, weights and results have transforms of one size, a power of two, and there are
+    two buffers, each for both that are given or for what is made. The second of the given ones is copied."""
     edge = max(size + points - 1 for size, points in zip(call.fine[2:], call.kernel, strict=True))
     size = max(_SMALLEST_TRANSFORM, 1 << (edge - 1).bit_length())
     if size > _LARGEST_TRANSFORM:
         return 0
-    transform = size * (size // 2 + 1) * 2 * _BYTES_OF_A_COMPLEX
-    weights = call.weight[0] * call.weight[1]
-    if call.way == "weight":
-        return weights * transform + prod(call.coarse) * call.dtype.itemsize
-    return (weights + call.fine[0] * call.fine[1]) * transform + prod(call.weight) * call.dtype.itemsize
+    fine, weight, coarse = (prod(shape[:2]) for shape in (call.fine, call.weight, call.coarse))
+    given, made, copied = (
+        (fine + weight, coarse, call.weight) if call.way == "forward" else (fine + coarse, weight, call.coarse)
+    )
+    return 2 * _bytes_of_a_transform(size) * max(given, made) + prod(copied) * call.dtype.itemsize
+
+
+def _by_tiled_fourier_transforms(call: Convolution) -> int:
+    """Of an input's gradient: transforms of 32 x 32, of one tile of each image, or of two at once where that is too small for it.
+
+    With a stride each of its phases is a convolution of its own, of copies, which begin at multiples of 16 bytes.
+    """
+    if prod(call.kernel) == 1:
+        return 0
+    phases = prod(call.stride)
+    given, fine, points, coarse = call.fine[1], list(call.fine[2:]), list(call.kernel), list(call.coarse[2:])
+    copied = 0
+    if phases > 1:
+        given = max(given, _CHANNELS_TOGETHER)
+        for place, (stride, padding) in enumerate(zip(call.stride, call.padding, strict=True)):
+            fine[place] = ceil(fine[place] / stride)
+            points[place] = ceil((points[place] + -padding % stride) / stride)
+            coarse[place] = fine[place] + 2 * ceil(padding / stride) - points[place] + 1
+        values = call.fine[0] * given * phases * prod(fine) + given * call.coarse[1] * phases * prod(points)
+        copied = (values + prod(call.coarse[:2]) * prod(coarse)) * call.dtype.itemsize + _ALIGNMENT
+    edge = max(size + point - 1 for size, point in zip(fine, points, strict=True))
+    tiles = 1 if edge <= _TILE_OF_A_TRANSFORM else 2
+    weights = phases * given * call.coarse[1]
+    sides = call.fine[0] * (phases * given + call.coarse[1])
+    return _bytes_of_a_transform(_TILE_OF_A_TRANSFORM) * (weights + tiles * sides) + copied
+
+
+def _bytes_of_a_transform(size: int) -> int:
+    return size * (size // 2 + 1) * _BYTES_OF_A_COMPLEX
+
+
+def _transformed(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int | None:
+    """What a gradient of a 3 x 3 kernel takes where cuDNN chooses one by transforms on Hopper, which a library does not name for
+    a card that is only described; None for other calls.
+
+    The sizes are an H100's (9.19), to the byte. Where it chooses which is a fit: many channels for few points, in TF32 not too
+    many, since tensor cores are faster then; Fourier transforms for many small images, and without TF32 for an input's gradient
+    with enough points for its weights.
+    """
+    recorded = call.groups == 1 and call.dtype == torch.float32 and _is_as_recorded(capability, version)
+    if not recorded or not _is_plain(call) or (call.last and tf32):
+        return None
+    given, made = call.fine[1], call.coarse[1]
+    if call.way == "input":
+        points = call.fine[0] * prod(call.fine[2:])
+        enough = (
+            points >= _POINTS_FOR_TILES * (1 if made <= given else 2) and given * made <= _WEIGHTS_OF_A_POINT * points
+        )
+        chosen = not call.last and not tf32 and call.fine[0] > 1 and given >= _FEW_CHANNELS and enough
+        return _by_tiled_fourier_transforms(call) if chosen else None
+    if call.way != "weight":
+        return None
+    results = call.coarse[0] * prod(call.coarse[2:])
+    mean = given * made / (given + made)
+    if tf32:
+        small = max(call.fine[2:]) <= _POINTS_OF_A_SMALL_IMAGE
+        if call.fine[0] >= _MANY_IMAGES and small and _FEW_CHANNELS <= made <= given and made < _BLOCK:
+            return _by_fourier_transforms(call)
+        chosen = min(given, made) >= _CHANNELS_TO_TRANSFORM and given * made < _MANY_WEIGHTS
+        chosen &= _FEWEST_RESULTS <= results <= _RESULTS_TO_TRANSFORM * mean**0.75
+        return _unfused_winograd(call) if chosen else None
+    enough = mean >= _CHANNELS_OF_ALL or (mean >= _FEWEST_CHANNELS and results <= _RESULTS_OF_FEW_CHANNELS * mean**2)
+    chosen = (given >= _BLOCK or (min(given, made) >= _FEW_CHANNELS and enough)) and results >= _FEWEST_RESULTS
+    if call.last:
+        chosen &= results * mean >= _WORTH_A_COPY
+    size = _unfused_winograd(call)
+    if not chosen or size > _LARGEST_WINOGRAD:
+        return None
+    return size + (sum(_copies(call, 1)) + _ALIGNMENT if call.last else 0)
+
+
+def _unfused_winograd(call: Convolution) -> int:
+    """Tiles of 4 x 4 results need 6 x 6 values of both sides, and so many are kept of each weight."""
+    tiles = call.coarse[0] * prod(ceil(size / _EDGE_OF_A_WINOGRAD_TILE) for size in call.coarse[2:])
+    given, made = call.fine[1], call.coarse[1]
+    return _UNFUSED_VALUES * (tiles * (given + made) + given * made) * call.dtype.itemsize
 
 
 def _is_as_recorded(capability: tuple[int, int], version: Version) -> bool:
@@ -176,6 +256,21 @@ _SUMMANDS_OF_A_BLOCK = 1024
 _CHANNELS_TOGETHER = 4
 _CHANNELS_OF_AN_IMAGE = 4
 _SMALLEST_TRANSFORM, _LARGEST_TRANSFORM = 16, 256
+_TILE_OF_A_TRANSFORM = 32
+_UNFUSED_VALUES = 36
+_EDGE_OF_A_WINOGRAD_TILE = 4
+_LARGEST_WINOGRAD = 3 * GIB
+_MANY_IMAGES = 64
+_POINTS_OF_A_SMALL_IMAGE = 32
+_CHANNELS_TO_TRANSFORM = 24
+_MANY_WEIGHTS = 2**17
+_FEWEST_RESULTS = 150
+_POINTS_FOR_TILES = 6300
+_WEIGHTS_OF_A_POINT = 32
+_RESULTS_TO_TRANSFORM = 400
+_FEWEST_CHANNELS, _CHANNELS_OF_ALL = 12, 32
+_RESULTS_OF_FEW_CHANNELS = 95
+_WORTH_A_COPY = 85_000
 _BYTES_OF_A_COMPLEX = 8
 _POINTS_OF_A_FIRST_KERNEL = 49
 _POINTS_OF_A_PATCH = 100
@@ -417,8 +512,8 @@ class Scratch:
             return _PlanSizes(iter(()), "workspace")
         version = parse_version(text)
         # What it answers for these is another way's.
-        is_product = _product(call, model.capability, version, _tf32()) is not None
-        library = cudnn_library.installed() if model.asks_cudnn and not is_product else None
+        other_way = any(way(call, model.capability, version, _tf32()) is not None for way in (_product, _transformed))
+        library = cudnn_library.installed() if model.asks_cudnn and not other_way else None
         if library is not None:
             key = (
                 device,
