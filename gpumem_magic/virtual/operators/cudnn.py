@@ -7,7 +7,8 @@ and, in TF32, with rounded values: hence the copies. What single kernels take fo
 of a weight's gradient, but on an A100.
 
 On a card, kernels of one point without stride are plain products in the plain layout (`_product`). A library that is asked for a
-card that is not there knows no such way, so it is not asked for them.
+card that is not there knows no such way, so it is not asked for them. Nor is it for gradients that go by transforms on an H100
+(`_transformed`).
 
 Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. What differs there:
 
