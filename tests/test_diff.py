@@ -10,9 +10,13 @@ import pytest
 from hostile_snapshots import BASE, event
 
 from gpumem_magic import cli
+from gpumem_magic.commands.diff_events import words
 from gpumem_magic.commands.same_code import together
 from gpumem_magic.files.loaded import views_of
 from gpumem_magic.snapshot.files import read
+from gpumem_magic.snapshot.model import INACTIVE, Block, Segment, TraceEvent
+from gpumem_magic.snapshot.pairing import Recorded, pair
+from gpumem_magic.snapshot.timeline import Timeline
 
 SHARED = Path(__file__).parents[1].parent / "shared" / "data" / "snapshots"
 MIB = 1 << 20
@@ -261,6 +265,23 @@ def test_what_is_freed_at_another_time_is_said(diff: Any) -> None:
         assert lines[at + 1].split()[:4] == ["1", "x", "10,485,760", "bytes"]
         assert f"  {when}: " in lines[at + 1]
         assert "model.py:10" in lines[at + 1]
+
+
+def test_blocks_that_were_cut_otherwise_are_said() -> None:
+    """10.5 MiB take a free block of 11 MiB whole, and 10.5 of one of 40."""
+
+    def begun(free: int) -> Recorded:
+        start = (Segment(0, 64 * MIB, free, 0, "large", (Block(64 * MIB, free, 0, INACTIVE),)),)
+        events = [TraceEvent("alloc", 64 * MIB, 21 * MIB // 2)]
+        return Recorded(start, events, Timeline(start, events))
+
+    one, other = begun(11 * MIB), begun(40 * MIB)
+    lines = list(words(one, other, pair(one, other), 3))
+    assert lines[0] == "B's peak is 4.55 % lower: 10.5 MiB more than at the start, A's 11.0 MiB."
+    assert [line.strip() for line in lines if "keep" in line] == [
+        "the bytes asked for grow alike: blocks keep more beside them in A, up to 1 MiB each"
+    ]
+    assert not any("keep" in line for line in words(one, one, pair(one, one), 3))
 
 
 def test_recordings_of_two_programs_are_said_to_be_that(diff: Any) -> None:

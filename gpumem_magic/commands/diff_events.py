@@ -57,6 +57,9 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
             f"{counted(side.unsettled, 'block')} of {name}" for name, side in (("A", a), ("B", b)) if side.unsettled
         )
         yield f"                in bytes asked for: of {unsettled} from before, the size is known to 1 MiB only"
+    elif one != other and a.growth_as_asked == b.growth_as_asked:
+        more = "A" if one > other else "B"
+        yield f"                the bytes asked for grow alike: blocks keep more beside them in {more}, up to 1 MiB each"
     yield f"peak reserved   A {human(a.peak_reserved)}  B {human(b.peak_reserved)}{_error(a.peak_reserved, b.peak_reserved)}"
     yield f"segments        A {a.segments:,}  B {b.segments:,}"
     first = _first(a, b, pairing)
