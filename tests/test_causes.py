@@ -842,7 +842,13 @@ GUILTY += [
     Case(
         "all_pairs",
         (POINTS, "a = x.sum(1, keepdim=True)\nb = y.sum(1)[None]\nclose = (a - b).abs() < 1"),
-        "(2048, 3000)",
+        "Work on some of the rows at a time, if every pair is meant; else give both the same shape.",
+    ),
+    # Who writes the dimension of 1 where the two meet means it.
+    Case(
+        "all_pairs",
+        (POINTS, "close = (x.sum(1).unsqueeze(1) - y.sum(1).unsqueeze(0)).abs() < 1"),
+        "MiB. Work on some of the rows at a time.",
     ),
     Case("all_pairs", (POINTS, "best = torch.cdist(x, y).argmin(1)"), "one number for every pair, (2048, 3000)"),
     # each turn of a loop trains on all pairs of a batch with a bank

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.compiler import tracing
+from gpumem_magic.virtual.compiler import inductor, tracing
 
 MIB = 1 << 20
 
@@ -467,6 +467,21 @@ def test_fusions_that_a_card_would_time_are_made(machine: gpu.VirtualMachine) ->
     assert peak(fast) == 2 * 16 * MIB
     (note,) = machine.notes()
     assert "1 graph ran with all fusions" in note
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_graphs_for_a_card_are_told_of(machine: gpu.VirtualMachine, device: str) -> None:
+    """A program may compile for the host, too: what a card would try does not matter there."""
+    seen = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            node.meta["val"] = node.meta.get("example_value")
+        seen.append(inductor._is_for_a_card(graph))
+        return graph.forward
+
+    torch.compile(lambda x: x.sin(), backend=backend)(torch.ones(3, device=device))
+    assert seen == [device == "cuda"]
 
 
 def test_products_that_a_card_may_pad(

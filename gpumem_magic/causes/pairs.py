@@ -58,8 +58,8 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             "no other pairs are made."
         )
     rows = _rows_at_a_time(scene, alike)
+    expression = birth.place.expression if birth.place is not None else ""
     if len(alike.shape) >= 3 and shapes[0][-1] == shapes[1][-1] and birth.kernel == "sub" and _is_summed(scene, alike):
-        expression = birth.place.expression if birth.place is not None else ""
         names = [
             (_INDEXED.sub("", words), _INDEXED.search(words) is not None or len(shape) < len(alike.shape))
             for words, shape in zip(_operands(expression), shapes, strict=False)
@@ -71,7 +71,9 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             else "`torch.cdist` of both, not expanded,"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
-    return f"{rows[0].upper()}{rows[1:]}, if every pair is meant; else give both the same shape."
+    # Who writes the dimension of 1 means it.
+    unsure = "" if _MEANT.search(expression) else ", if every pair is meant; else give both the same shape"
+    return f"{rows[0].upper()}{rows[1:]}{unsure}."
 
 
 def _rows_at_a_time(scene: Scene, alike: Alike) -> str:

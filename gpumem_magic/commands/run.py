@@ -147,7 +147,8 @@ class _MeasuredScript:
             self._close(None, main_module)
             self.left_early = False
         if ended:
-            self.status = 128 + signal.SIGTERM
+            # (It had no word of its own to say why it left.)
+            self.left_early, self.status = False, 128 + signal.SIGTERM
 
     def _close(self, failure: BaseException | None, main_module: ModuleType) -> None:
         if self.found is None:

@@ -191,6 +191,12 @@ def _aligned(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return aligned
 
 
+def _is_for_a_card(graph: Any) -> bool:
+    """Whether any of its tensors is on one: a program may compile for the host, too."""
+    devices = (getattr(node.meta.get("val"), "device", None) for node in graph.graph.nodes)
+    return any(device is not None and device.type == "cuda" for device in devices)
+
+
 def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding: Padding) -> None:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
@@ -199,10 +205,10 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
     skipped = importlib.import_module("torch._dynamo.exc").SkipFrame
 
     def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = any(getattr(config, name) for name in _TRIALS)
+        wanted = _is_for_a_card(graph) and any(getattr(config, name) for name in _TRIALS)
         if wanted:
             otherwise["with the kernels of the default mode: a faster one that max-autotune finds may fuse more"] += 1
-        if any(getattr(config, name) for name in _FUSIONS):
+        if _is_for_a_card(graph) and any(getattr(config, name) for name in _FUSIONS):
             otherwise["with all fusions: a card that times them leaves out those that gain nothing"] += 1
         try:
             with config.patch(_UNTIMED), trials.during(wanted):
