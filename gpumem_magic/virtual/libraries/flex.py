@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from collections.abc import Iterator
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -18,41 +19,31 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
-_BESIDE = 9
+# Where among the operators' arguments, behind query, key and value, the options lie, and those of the backward pass beside the tensors.
+_OPTIONS, _BESIDE = 3, 9
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
     operators = importlib.import_module("torch._higher_order_ops.flex_attention")
-    dense = operators.math_attention
     forward, backward = type(module.flex_attention_hop), type(operators.flex_attention_backward)
     original, original_backward = forward.__call__, backward.__call__
+    written_out = operators.FlexAttentionAutogradOp.backward.__code__
 
-    def attend(
-        operator: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        score_mod: Any,
-        block_mask: Any,
-        scale: Any,
-        options: Any,
-        *more: Any,
-    ) -> Any:
+    def attend(operator: Any, query: Any, key: Any, value: Any, *more: Any) -> Any:
         if not isinstance(query, VirtualTensor):
-            return original(operator, query, key, value, score_mod, block_mask, scale, options, *more)
+            return original(operator, query, key, value, *more)
         if _compiled():
             if engine_of(query).computes:
                 engine_of(query).unknown.add("flex_attention")
-            return _Kernel.apply(query, key, value, options)  # type: ignore[no-untyped-call]
-
-        def attend_densely(*tensors: Any) -> Any:
-            return dense(*tensors, score_mod, block_mask, scale, options, *more)
-
-        return _Dense.apply(query, key, value, attend_densely)  # type: ignore[no-untyped-call]
+            return _Kernel.apply(query, key, value, more[_OPTIONS])  # type: ignore[no-untyped-call]
+        below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+        return (operators.sdpa_dense if below else operators.flex_attention_autograd)(query, key, value, *more)
 
     def attend_backward(operator: Any, query: Any, key: Any, value: Any, *more: Any) -> Any:
         if not isinstance(query, VirtualTensor):
             return original_backward(operator, query, key, value, *more)
+        if any(code is written_out for code in _codes()):
+            return operators.sdpa_dense_backward(query, key, value, *more)
         # Behind the two results, their gradients, two graphs, the mask, the scale and the options: what a score function uses.
         beside = more[_BESIDE] if len(more) > _BESIDE else ()
         return *_gradients(query, key, value), tuple(map(torch.empty_like, beside))
@@ -64,13 +55,17 @@ def prepare(module: ModuleType, patches: Patches) -> None:
 
 def _compiled() -> bool:
     """Whether the program's own code around this call was compiled. (What PyTorch itself compiles is not: `Compiler.install`.)"""
-    frame = sys._getframe(1)
+    return any(
+        code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py") for code in _codes()
+    )
+
+
+def _codes() -> Iterator[CodeType]:
+    """Of the functions that are running, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        code = frame.f_code
-        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+        yield frame.f_code
+        frame = frame.f_back
 
 
 def _like(query: torch.Tensor, size: int) -> torch.Tensor:
@@ -112,22 +107,3 @@ class _Kernel(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         return (*_gradients(*ctx.saved_tensors[:3]), None)
 
-
-class _Dense(torch.autograd.Function):
-    """What PyTorch does without its compiler: the scores are written, and again in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, attend: Any) -> Any:
-        ctx.attend = attend
-        return _save_for_backward(ctx, (query, key, value), *attend(query, key, value))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        inputs = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors[:3]]
-        with torch.enable_grad():
-            results = ctx.attend(*inputs)
-        asked = [
-            (out, gradient) for out, gradient in zip(results[:2], gradients[:2], strict=True) if gradient is not None
-        ]
-        outs, given = zip(*asked, strict=True)
-        return (*torch.autograd.grad(outs, inputs, given), None)

@@ -27,7 +27,7 @@ from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import pushed
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_DIMENSIONS_OF_IMAGES = 4
+_DIMENSIONS_OF_VOLUMES = 5
 _MOST_INDEXED = 2**31 - 1
 
 
@@ -115,8 +115,9 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     with ExitStack() as held:
         held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
         copied = engine.scratch(device, _copy_bytes(weight, layout))
-        if _is_by_depth(input, weight, groups, transposed, layout) and input.dim() == _DIMENSIONS_OF_IMAGES:
-            # Both are plain before a depthwise one has its result (`conv_depthwise2d_cuda_out` in ``DepthwiseConv2d.cu``).
+        if _is_by_depth(input, weight, groups, transposed, layout) and input.dim() < _DIMENSIONS_OF_VOLUMES:
+            # Both are plain before a depthwise one has its result (`conv_depthwise2d_cuda_out` in ``DepthwiseConv2d.cu``, which
+            # sequences go through as images of one row).
             held.enter_context(copied)
             return engine.run(func, args, kwargs, device)
         out = engine.run(func, args, kwargs, device)
@@ -149,7 +150,7 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
     with ExitStack() as held:
         held.enter_context(engine.scratch(device, _copy_bytes(gradient, layout)))
-        if call.by_depth and len(call.fine) == _DIMENSIONS_OF_IMAGES:
+        if call.by_depth and len(call.fine) < _DIMENSIONS_OF_VOLUMES:
             # Of a depthwise one the weight's comes first (``DepthwiseConv2d.cu``).
             engine.settle((of_weight, of_input))
         else:

@@ -335,15 +335,20 @@ def _histogram(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
 
 @special(_aten._pack_padded_sequence.default)
 def _pack_padded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The lengths are on the host, so the packed size is exact."""
-    padded, lengths, _ = args
+    """The lengths are on the host, so the packed size is exact. Rows of as many sequences are one piece each (``PackedSequence.cpp``)."""
+    padded, lengths, batch_first = args
     if isinstance(lengths, VirtualTensor):
         raise RuntimeError(
             f"'lengths' argument should be a 1D CPU int64 tensor, but got 1D {lengths.device} Long tensor"
         )
-    steps = int(lengths[0]) if lengths.numel() else 0
-    sizes = torch.tensor([int((lengths > step).sum()) for step in range(steps)], dtype=torch.int64)
-    return _placed(engine, (int(lengths.sum()), *padded.shape[2:]), padded.dtype, device), sizes
+    steps = padded.transpose(0, 1) if batch_first else padded
+    pieces, sizes, begin = [], [], 0
+    for so_many, end in zip(range(lengths.numel(), 0, -1), reversed(lengths.tolist()), strict=True):
+        if end > begin:
+            pieces.append(steps[begin:end, :so_many].contiguous().flatten(0, 1))
+            sizes += [so_many] * (end - begin)
+            begin = end
+    return torch.cat(pieces), torch.tensor(sizes, dtype=torch.int64)
 
 
 @special(_aten._pad_packed_sequence.default)
