@@ -240,12 +240,14 @@ def test_a_note_says_where_a_card_would_pack_padded_sequences(values: str) -> No
     assert note.startswith("nn.TransformerEncoder ran on padded sequences (1 time)")
 
 
-def test_of_a_depthwise_convolution_the_gradient_of_the_weight_comes_first() -> None:
-    x = torch.zeros(2, 4, 8, 8, device="cuda", requires_grad=True)
-    weight = torch.zeros(4, 1, 3, 3, device="cuda", requires_grad=True)
-    out = F.conv2d(x, weight, groups=4)
+@pytest.mark.parametrize("dims", [1, 2])
+def test_of_a_depthwise_convolution_the_gradient_of_the_weight_comes_first(dims: int) -> None:
+    """Sequences are images of one row to it (`view4d` in Convolution.cpp)."""
+    x = torch.zeros(2, 4, *[8] * dims, device="cuda", requires_grad=True)
+    weight = torch.zeros(4, 1, *[3] * dims, device="cuda", requires_grad=True)
+    out = (F.conv1d if dims == 1 else F.conv2d)(x, weight, groups=4)
     ones = torch.ones_like(out)
-    assert made(lambda: out.backward(ones)) == [4 * 9 * 4, 2 * 4 * 64 * 4]
+    assert made(lambda: out.backward(ones)) == [4 * 3**dims * 4, 2 * 4 * 8**dims * 4]
 
 
 def test_a_sign_s_gradient_is_multiplied_by_numbers() -> None:

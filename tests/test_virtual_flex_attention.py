@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -78,6 +79,18 @@ def test_not_compiled_it_writes_the_scores() -> None:
     assert kept < 2 * MIB, "they are gone after it"
     assert forward > scores
     assert backward > scores
+
+
+def test_not_compiled_its_gradients_are_worked_out_by_hand() -> None:
+    """`sdpa_dense_backward` in torch/_higher_order_ops/flex_attention.py: places for the three gradients, each made twice, then the
+    scores once more."""
+    query, key, value = (half(1, 2, 256, 64) for _ in range(3))
+    out = flex.flex_attention(query, key, value, score_mod=distance)
+    ones = torch.ones_like(out)
+    found = made(lambda: out.backward(ones))
+    tensor = 2 * 256 * 64 * 2
+    assert found[:6] == [tensor] * 6
+    assert found.count(2 * 256 * 256 * 4) > 4, "scores"
 
 
 def test_inside_a_compiled_model_and_with_more_results() -> None:

@@ -174,6 +174,61 @@ def test_counts_are_never_more_than_there_can_be(share: float, number: int, size
     assert len(mask.nonzero()) == size
 
 
+def marked(size: int, number: int) -> torch.Tensor:
+    """A mask in which so many places were marked; nobody knows which, nor whether some are the same."""
+    mask = torch.zeros(size, device="cuda", dtype=torch.uint8)
+    mask[unknown(number, dtype=torch.int64)] = 1
+    return mask
+
+
+def test_a_mask_has_no_more_than_a_program_marked_in_it() -> None:
+    values, first, second = unknown(2000), marked(2000, 128), marked(2000, 384)
+    for mask, most in (
+        (first, 128),
+        (first | second, 512),
+        (torch.cat([first, second]), 512),
+        (torch.stack([first, second])[0], 512),
+        (first & second, 128),
+        (first.bool() & (values > 0), 128),
+        (first.clone().view(20, 100), 128),
+        (first[:100], 100),
+        (first > 0, 128),
+        (first == 1, 128),
+        (first == 0, 2000),
+        (first != 0, 128),
+        (first < 1, 2000),
+        (~first.bool(), 2000),
+        (first + (values > 0), 2000),
+    ):
+        assert len(mask.nonzero()) == most
+    assert values[first.bool()].shape == values.masked_select(first > 0).shape == (128,)
+    # A token's two experts of eight, and the tokens of one of them.
+    experts = torch.zeros(500, 8, device="cuda").scatter_(1, unknown(500, 2, dtype=torch.int64), 1)
+    assert len(experts.nonzero()) == 1000
+    assert len(experts[:, 3].nonzero()) == 500
+
+
+def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> None:
+    for write in (
+        lambda mask: mask.copy_(unknown(2000)),
+        lambda mask: mask[5:].copy_(unknown(1995)),
+        lambda mask: mask.logical_not_(),
+        lambda mask: mask.add_(1),
+        lambda mask: mask.random_(),
+    ):
+        mask = marked(2000, 10)
+        assert len(mask.nonzero()) == 10
+        write(mask)
+        assert len(mask.nonzero()) == 2000
+    mask = marked(2000, 10)
+    mask[unknown(30, dtype=torch.int64)] = 1
+    assert len(mask.nonzero()) == 40
+    assert len(torch.ones(2000, device="cuda").index_put((unknown(3, dtype=torch.int64),), unknown()).nonzero()) == 2000
+    rows = torch.zeros(20, 100, device="cuda").index_fill_(0, unknown(3, dtype=torch.int64), 1)
+    assert len(rows.nonzero()) == 300
+    assert len(rows.zero_().nonzero()) == 0
+
+
 def test_a_count_for_one_line_leaves_the_others_and_the_note(machine: gpu.VirtualMachine) -> None:
     gpumem_magic.stand_in(count=3, line="few = mask.nonzero()")
     mask = unknown(50, dtype=torch.bool)

@@ -762,6 +762,10 @@ class Engine:
         several: more than one."""
         self.reads.note(users_line(), by_user, dtype, sized, several)
 
+    def at_most(self, tensor: Any) -> int | None:
+        """How many elements of a tensor are not zero, at most; None where nothing is known of it."""
+        return None
+
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
         said = supplied.count_for(largest, users_line)

@@ -57,6 +57,8 @@ class KnownEngine(ComputingEngine):
         self.tape: list[Placement] | None = None
         self._given_now: dict[int, torch.Tensor] = {}
         self._freshly = 0
+        # Whether a bound was noted (`few`).
+        self._bounded = False
 
     # ---- what is known
 
@@ -87,6 +89,31 @@ class KnownEngine(ComputingEngine):
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor | None:
         found = self.known(tensor)
         return found.host if found is not None and found.exact else None
+
+    def at_most(self, tensor: Any) -> int | None:
+        if not _is_dense(tensor) or 0 in tensor.stride():
+            return None
+        placement = self.table.find(tensor.untyped_storage())
+        if placement is None:
+            return None
+        if placement.twin is not None:
+            if type(placement.twin) is Uniform and placement.sure:
+                return tensor.numel() if bool(placement.twin.element) else 0
+            found = None if isinstance(placement.twin, Uniform) else self.known(tensor)
+            if found is not None and found.exact:
+                with host_only():
+                    return int(found.host.count_nonzero())
+        return None if placement.few is None else min(placement.few, tensor.numel())
+
+    def _bound(self, written: list[Any], out: Any, most: int | None) -> None:
+        """Ends the bounds of what was written to, and notes that of a result."""
+        for leaf in written:
+            placement = self.table.find(leaf.untyped_storage()) if _is_dense(leaf) else None
+            if placement is not None:
+                placement.few = None
+        if most is not None and _is_dense(out):
+            self.twins.placement(out).few = most
+            self._bounded = True
 
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if self._may_learn(tensor) and host.layout is torch.strided:
@@ -193,14 +220,18 @@ class KnownEngine(ComputingEngine):
             # Each of those is followed.
             return super().perform(func, args, kwargs, device)
         self._nested = True
+        most = way.few(self.at_most, args, kwargs) if way.few is not None and (self._bounded or way.begins) else None
         try:
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
-                return self._followed(way, func, args, kwargs, device)
-            out = super().perform(func, args, kwargs, device, answer)
-            if way.writes:
-                self._drop(func, args, kwargs)
-            if way.guess is not None and self.bounds.guess:
-                guesses.note(way.guess, self.fresh, out, args, kwargs)
+                out = self._followed(way, func, args, kwargs, device)
+            else:
+                out = super().perform(func, args, kwargs, device, answer)
+                if way.writes:
+                    self._drop(func, args, kwargs)
+                if way.guess is not None and self.bounds.guess:
+                    guesses.note(way.guess, self.fresh, out, args, kwargs)
+            if self._bounded or most is not None:
+                self._bound(written_by(func, args, kwargs) if way.writes else [], out, most)
             return out
         finally:
             self._nested = False
@@ -524,6 +555,10 @@ def _is_unknown(tensor: torch.Tensor) -> bool:
     if isinstance(tensor, VirtualTensor):
         return KNOWN not in tensor.__dict__
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_dense(tensor: Any) -> bool:
+    return isinstance(tensor, VirtualTensor) and tensor.layout is torch.strided
 
 
 def _is_followed(out: Any) -> bool:

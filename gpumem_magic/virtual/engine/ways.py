@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import guesses, kernel_rules, uniform
+from gpumem_magic.virtual.engine import few, guesses, kernel_rules, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
 from gpumem_magic.virtual.engine.twins import leaves
 
@@ -25,7 +25,7 @@ SENDING = ("c10d", "_c10d_functional")
 class Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
 
-    equal: of equal elements it makes equal ones.
+    equal: of equal elements it makes equal ones. few, begins: see `few`.
     """
 
     looks: bool
@@ -35,6 +35,8 @@ class Way(NamedTuple):
     first: bool
     guess: Callable[..., Any] | None
     equal: bool
+    few: Callable[..., Any] | None = None
+    begins: bool = False
 
 
 def way_of(func: Any) -> Way:
@@ -55,6 +57,8 @@ def way_of(func: Any) -> Way:
         first=comes_first(func) or sized_by_values(func),
         guess=guesses.RULES.get(func),
         equal=computes and uniform.follows(func),
+        few=few.RULES.get(func),
+        begins=func in few.BEGINNING,
     )
 
 

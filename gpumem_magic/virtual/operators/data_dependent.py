@@ -264,13 +264,19 @@ def _hold_positions(engine: Engine, device: int, mask: Any, count: int, held: Ex
     hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
 
 
+def _most(engine: Engine, mask: Any) -> int:
+    """How many elements of a mask can be true."""
+    found = engine.at_most(mask)
+    return mask.numel() if found is None else found
+
+
 @special(_aten.nonzero.default)
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
         return _found(engine, device, args[0], int(host.count_nonzero()))
-    count = engine.selected("nonzero", args[0].numel())
+    count = engine.selected("nonzero", _most(engine, args[0]))
     values.selects_all(args[0], count)
     return _found(engine, device, args[0], count)
 
@@ -281,7 +287,8 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     refuse_mixed_devices(func, args, kwargs)
     mask = values.exact(args[1])
     known = None if mask is None else int(mask.expand(shape).sum())
-    count = engine.selected("masked_select", shape.numel()) if known is None else known
+    most = _most(engine, args[1]) if args[1].shape == shape else shape.numel()
+    count = engine.selected("masked_select", most) if known is None else known
     _note_supplied(engine, args[1])
     # The places are found first, one number for each dimension.
     with ExitStack() as held:
@@ -462,7 +469,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                     _note_supplied(engine, index)
                     count = int(host.count_nonzero())
                 else:
-                    count = engine.selected("boolean mask", index.numel())
+                    count = engine.selected("boolean mask", _most(engine, index))
                     values.selects_all(index, count)
                 _hold_positions(engine, device, index, count, held)
                 expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
