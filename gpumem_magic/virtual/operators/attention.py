@@ -90,7 +90,7 @@ def fitting(
     not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     # (`check_last_dim_stride_equals_1_dense` in ``sdp_utils_cpp.h``; a permuted bias of T5's is not so.)
-    dense = dense and (mask is None or mask.shape[-1] == 1 or mask.stride(-1) == 1)
+    dense = dense and (mask is None or mask.stride(-1) == 1)
     fits = {MATH} if torch.backends.cuda.math_sdp_enabled() else set()
     if same_kind and not_empty and dense:
         batches = query.shape[0] == key.shape[0] == value.shape[0]
