@@ -82,8 +82,7 @@ def test_not_compiled_it_writes_the_scores() -> None:
 
 
 def test_not_compiled_its_gradients_are_worked_out_by_hand() -> None:
-    """`sdpa_dense_backward` in torch/_higher_order_ops/flex_attention.py: places for the three gradients, each made twice, then the
-    scores once more."""
+    """`sdpa_dense_backward` in torch/_higher_order_ops/flex_attention.py: three gradients, each made twice, then scores."""
     query, key, value = (half(1, 2, 256, 64) for _ in range(3))
     out = flex.flex_attention(query, key, value, score_mod=distance)
     ones = torch.ones_like(out)

@@ -1,8 +1,8 @@
 """Masks in which a program marks places: nobody knows which, but no more than it wrote.
 
-After ``mask = torch.zeros(n)`` and ``mask[places] = 1`` at most as many elements are not zero as there are places, and what is made
-of such masks is bounded, too: as detectors sample boxes, and experts their tokens. A bound belongs to a storage (`few` of its
-`Placement`), so all views have it; it ends when something else is written there.
+After ``mask = torch.zeros(n)`` and ``mask[places] = 1`` at most as many elements are not zero as there are places, and what is
+made of such masks is bounded, too: so detectors sample boxes. A bound belongs to a storage (`few` of its `Placement`), so all
+views have it; it ends when something else is written there.
 """
 
 from __future__ import annotations

@@ -28,11 +28,13 @@ class Placement:
     on a device that computes; None before something is read or written. host: a tensor on the twin, which serves again who looks
     at it in the same way. kept: what an operator left for its gradient. sure, supplied: of a twin's values, whether none was
     guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
-    else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "". few: how many elements are not zero, at most, where the values are not known (`few`).
+    else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
+    few: how many elements are not zero, at most, where the values are not known (`few`).
     """
 
     __slots__ = (
-        "address", "device", "few", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin", "watch",
+        "address", "device", "few", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:

@@ -19,7 +19,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
-# Where among the operators' arguments, behind query, key and value, the options lie, and those of the backward pass beside the tensors.
+# Where the options lie among an operator's arguments, behind query, key and value; in the backward pass, what lies beside them.
 _OPTIONS, _BESIDE = 3, 9
 
 
@@ -55,9 +55,7 @@ def prepare(module: ModuleType, patches: Patches) -> None:
 
 def _compiled() -> bool:
     """Whether the program's own code around this call was compiled. (What PyTorch itself compiles is not: `Compiler.install`.)"""
-    return any(
-        code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py") for code in _codes()
-    )
+    return any(code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py") for code in _codes())
 
 
 def _codes() -> Iterator[CodeType]:
@@ -106,4 +104,3 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return (*_gradients(*ctx.saved_tensors[:3]), None)
-

@@ -342,7 +342,7 @@ def _histogram(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
 
 @special(_aten._pack_padded_sequence.default)
 def _pack_padded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The lengths are on the host, so the packed size is exact. Rows of as many sequences are one piece each (``PackedSequence.cpp``)."""
+    """The lengths are on the host, so the size is exact. Rows of as many sequences are a piece (``PackedSequence.cpp``)."""
     padded, lengths, batch_first = args
     if isinstance(lengths, VirtualTensor):
         raise RuntimeError(
