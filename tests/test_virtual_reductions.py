@@ -83,6 +83,30 @@ def test_more_than_two_gibibytes_are_reduced_in_parts(on: Callable[[str], Any]) 
     assert len(found) == 1 + 2 * 2
 
 
+@pytest.mark.parametrize(
+    ("reduce", "dtype", "results", "held"),
+    [
+        (torch.max, torch.float32, [4, 8], 16),
+        (torch.argmax, torch.float32, [8], 16),
+        (torch.var, torch.float32, [4], 16),
+        (torch.sum, torch.float32, [4], None),
+        (torch.sum, torch.bfloat16, [2], 4),
+        (torch.amax, torch.bfloat16, [2], None),
+    ],
+)
+def test_parts_meet_in_a_buffer_where_the_result_cannot_hold_what_they_found(
+    on: Callable[[str], Any], reduce: Callable[..., Any], dtype: torch.dtype, results: list[int], held: int | None
+) -> None:
+    """`AccumulationBuffer`: as many partial results as there are results, made once for all parts. An A100 was seen to take
+    2 MiB for the maxima of 131,072 rows of 16,384. Rows of 1,024 are reduced by one block each."""
+    on("A100-80GB,torch=2.6")
+    rows = (1 << 31) // dtype.itemsize // 1024
+    fits, larger = (torch.empty(size, 1024, dtype=dtype, device="cuda") for size in (rows, rows + 1))
+    assert asked(lambda: reduce(fits, -1)) == [rows * one for one in results]
+    rows += 1
+    assert asked(lambda: reduce(larger, -1)) == [rows * one for one in (*results, *([held] if held else []))]
+
+
 def test_a_card_with_fewer_processors_splits_less(on: Callable[[str], Any]) -> None:
     found = {}
     for name in ("T4", "H100"):

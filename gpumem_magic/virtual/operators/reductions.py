@@ -39,12 +39,13 @@ class _Plan(NamedTuple):
 class _ReductionKernel(NamedTuple):
     """accumulator: bytes of a partial result; None: an element's (float32 for half precision), 0: an element's in any case.
     at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first.
-    results: how many partial results there are of each."""
+    results: how many partial results there are of each. is_number: whether one can be kept where the result will be."""
 
     accumulator: int | None = None
     at_once: int = _VECTOR
     in_results_type: bool = False
     results: int = 1
+    is_number: bool = True
 
 
 def split(
@@ -160,8 +161,8 @@ def _joins(inner: Sequence[int], outer: Sequence[int]) -> bool:
 
 
 _SUM = _ReductionKernel(in_results_type=True)
-_INDEXED = _ReductionKernel(accumulator=16)
-_WELFORD = _ReductionKernel(accumulator=16, at_once=2)
+_INDEXED = _ReductionKernel(accumulator=16, is_number=False)
+_WELFORD = _ReductionKernel(accumulator=16, at_once=2, is_number=False)
 _ITEM = _ReductionKernel(accumulator=0)
 _TRUTH = _ReductionKernel(accumulator=1)
 _COUNTS = set(overloads("count_nonzero count_nonzero.dim_IntList"))
@@ -182,7 +183,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.amin.default: _ITEM,
     _aten.max.default: _ITEM,
     _aten.min.default: _ITEM,
-    _aten.aminmax.default: _ReductionKernel(accumulator=0, results=2),
+    _aten.aminmax.default: _ReductionKernel(accumulator=0, results=2, is_number=False),
     _aten.any.default: _TRUTH,
     _aten.any.dim: _TRUTH,
     _aten.all.default: _TRUTH,
@@ -230,8 +231,9 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     dims = _dims(func, args, kwargs, source.dim())
     processors = engine.memory.processors(device)
     each = _shared(source.shape, source.stride(), dims, item, kernel.at_once, accumulator, processors)
-    # Several kernels add to what cannot hold their sum.
-    sums = first.numel() * accumulator if len(each) > 1 and half and first.dtype == source.dtype else 0
+    # Several kernels add to what cannot hold their sum, or no such pair of numbers (`AccumulationBuffer`).
+    is_held = kernel.is_number and not (half and first.dtype == source.dtype)
+    sums = 0 if len(each) == 1 or is_held or first.element_size() >= accumulator else first.numel() * accumulator
     return Kernels(tuple(filter(None, (copied, sums))), tuple(filter(None, each)))
 
 
