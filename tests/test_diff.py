@@ -257,6 +257,20 @@ def test_a_line_of_the_program_stands_before_one_of_a_library(diff: Any) -> None
     )
 
 
+def test_what_both_ask_for_in_another_order_is_neithers_alone(diff: Any) -> None:
+    a = snapshot((10, MODEL), (20, BATCH), (30, MODEL), (40, BATCH))
+    b = snapshot((10, MODEL), (30, MODEL), (40, BATCH), (20, BATCH))
+    for one, other, when in ((a, b, "2 allocations later"), (b, a, "2 allocations sooner")):
+        lines = diff(one, other, "--events")
+        at = lines.index("Both ask for these, B in another order:")
+        assert lines[at + 1].split()[:4] == ["1", "x", "20,971,520", "bytes"]
+        assert f"  {when}: " in lines[at + 1]
+        assert not any(line.startswith("Only in") for line in lines)
+    far = [(1, BATCH)] * 20
+    lines = diff(snapshot((20, MODEL), *far), snapshot(*far, (20, MODEL)), "--events")
+    assert [line for line in lines if line.startswith(("Only", "Both"))] == ["Only in A:", "Only in B:"]
+
+
 def test_what_is_freed_at_another_time_is_said(diff: Any) -> None:
     kept, freed = snapshot((10, MODEL), (20, BATCH)), snapshot((10, MODEL), (20, BATCH), freed=1)
     for a, b, when in ((kept, freed, "although A never does"), (freed, kept, "never")):

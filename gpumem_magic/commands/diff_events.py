@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from bisect import bisect
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 
 from gpumem_magic.allocator.replayable import replayables
@@ -17,6 +18,8 @@ from gpumem_magic.units import counted, human
 
 # Below this share of partners two recordings are told to be of different programs.
 _HARDLY = 0.5
+# Within so many allocations a request on both sides is told to be one that comes at another time.
+_NEAR = 8
 _OPERATOR = re.compile(r"at::_ops::(?!empty)(\w+)::")
 
 
@@ -65,11 +68,27 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     first = _first(a, b, pairing)
     if first:
         yield f"\n{first}"
-    for name, side, alone, events in (("A", a, pairing.alone_a, pairing.a), ("B", b, pairing.alone_b, pairing.b)):
+    moved = _moved(a, b, pairing)
+    both = {index for index, _, _ in moved}, {index for _, index, _ in moved}
+    for name, side, alone, events, of_both in (
+        ("A", a, pairing.alone_a, pairing.a, both[0]),
+        ("B", b, pairing.alone_b, pairing.b, both[1]),
+    ):
+        alone = [index for index in alone if index not in of_both]
         groups = Counter((side.events[events[index]].size, place(side.events[events[index]])) for index in alone)
         if groups and most > 0:
             yield f"\nOnly in {name}:"
         yield from _listed(groups, most)
+    groups = Counter(
+        (
+            b.events[pairing.b[index]].size,
+            f"{counted(abs(by), 'allocation')} {'later' if by > 0 else 'sooner'}: {place(b.events[pairing.b[index]])}",
+        )
+        for _, index, by in moved
+    )
+    if groups and most > 0:
+        yield "\nBoth ask for these, B in another order:"
+    yield from _listed(groups, most)
     groups = Counter(
         (
             b.events[pairing.b[pairing.pairs[number][1]]].size,
@@ -80,6 +99,24 @@ def words(a: Recorded, b: Recorded, pairing: Pairing, most: int) -> Iterator[str
     if groups and most > 0:
         yield "\nB frees at another time:"
     yield from _listed(groups, most)
+
+
+def _moved(a: Recorded, b: Recorded, pairing: Pairing) -> list[tuple[int, int, int]]:
+    """Of those without a partner, the ones of as many bytes that lie near each other: positions in `a` and `b`, and how many
+    pairs later `b` asks."""
+    in_a, in_b = ([both[side] for both in pairing.pairs] for side in (0, 1))
+    waiting: dict[int, deque[tuple[int, int]]] = defaultdict(deque)
+    for index in pairing.alone_a:
+        waiting[a.events[pairing.a[index]].size].append((index, bisect(in_a, index)))
+    found = []
+    for index in pairing.alone_b:
+        queue, at = waiting[b.events[pairing.b[index]].size], bisect(in_b, index)
+        while queue and queue[0][1] < at - _NEAR:
+            queue.popleft()
+        if queue and queue[0][1] <= at + _NEAR:
+            first, there = queue.popleft()
+            found.append((first, index, at - there))
+    return found
 
 
 def _answer(a: Grown, b: Grown, pairing: Pairing) -> str:
