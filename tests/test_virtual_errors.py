@@ -395,6 +395,38 @@ def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: py
         (lambda: torch.geqrf(zeros(4, 2).half()), "\"geqrf_cuda\" not implemented for 'Half'"),
         (lambda: torch.linalg.lu(zeros(2, 2).half()), "\"lu_factor_cusolver\" not implemented for 'Half'"),
         (lambda: torch.linalg.det(zeros(9, 2, 2).half()), "\"lu_factor_cublas\" not implemented for 'Half'"),
+        (lambda: torch.linalg.eig(zeros(2, 2).half()), "\"linalg_eig_cuda\" not implemented for 'Half'"),
+        (
+            lambda: torch.cholesky_solve(zeros(2, 2).half(), zeros(2, 2).half()),
+            "\"cholesky_cuda_potrs\" not implemented for 'Half'",
+        ),
+        (lambda: torch.cholesky_inverse(zeros(2, 2).half()), "\"cholesky_cuda_potri\" not implemented for 'Half'"),
+        (
+            lambda: torch.linalg.householder_product(zeros(3, 2).half(), zeros(2).half()),
+            "\"orgqr_cuda\" not implemented for 'Half'",
+        ),
+        (
+            lambda: torch.ormqr(zeros(3, 2).half(), zeros(2).half(), zeros(3, 4).half()),
+            "\"orgmr_cuda\" not implemented for 'Half'",
+        ),
+        (lambda: torch.linalg.ldl_factor(zeros(2, 2).half()), "\"ldl_factor_looped_cusolver\" not implemented for 'Half'"),
+        (
+            lambda: torch.linalg.ldl_solve(zeros(2, 2).half(), zeros(2, dtype=torch.int32), zeros(2, 1).half()),
+            "\"ldl_solve_looped_cusolver\" not implemented for 'Half'",
+        ),
+        # (Up to 8 rows, up to 64, and as many columns as rows: `lu_solve_kernel` in BatchLinearAlgebra.cpp of ATen's CUDA.)
+        (
+            lambda: torch.linalg.lu_solve(zeros(2, 2).half(), zeros(2, dtype=torch.int32), zeros(2, 1).half()),
+            "\"lu_solve_cublas\" not implemented for 'Half'",
+        ),
+        (
+            lambda: torch.linalg.lu_solve(zeros(40, 40).half(), zeros(40, dtype=torch.int32), zeros(40, 1).half()),
+            "\"lu_solve_cusolver\" not implemented for 'Half'",
+        ),
+        (
+            lambda: torch.linalg.lu_solve(zeros(20, 20).half(), zeros(20, dtype=torch.int32), zeros(20, 20).half()),
+            "\"triangular_solve_cuda\" not implemented for 'Half'",
+        ),
         (
             lambda: torch.linalg.solve(zeros(99, 40, 40).bfloat16(), zeros(99, 40, 1).bfloat16()),
             "\"lu_factor_magma_batched\" not implemented for 'BFloat16'",

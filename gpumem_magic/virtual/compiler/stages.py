@@ -161,7 +161,8 @@ class Compiler:
 
 def run_eagerly(patches: Patches, count: Callable[[], None]) -> None:
     """The state that `torch.compiler.set_stance("force_eager")` sets, until the patches are undone; and `count` is called
-    before each call that it concerns, where `_callback_from_stance` is asked."""
+    before each call that it concerns, where `_callback_from_stance` is asked. That is asked for `torch.export` with strict=True,
+    too, before 2.10: it traces and compiles nothing."""
     frames = importlib.import_module("torch._dynamo.eval_frame")
     patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
     original = getattr(frames, "_callback_from_stance", None)
@@ -169,6 +170,9 @@ def run_eagerly(patches: Patches, count: Callable[[], None]) -> None:
         return
 
     def callback_from_stance(callback: Any) -> Any:
+        # (`ConvertFrameAssert` in ``torch/_dynamo/convert_frame.py`` notes what it is for, and what wraps it has that, too.)
+        if getattr(callback, "_export", False):
+            return callback
         if callback not in (None, False):
             count()
         return original(callback)

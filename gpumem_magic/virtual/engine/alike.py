@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.modes import META, STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -45,7 +46,8 @@ class Kernels(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result.
+    """What an operator gives whenever its arguments look so. kind: list or tuple, None for a single result. device: the one that
+    it runs on.
 
     as_on_host: the host's result, which follows from looks as well, lies in new memory as the device's does. kernels: what the
     operator's kernels take besides, where that follows from looks, too, and was asked for.
@@ -53,6 +55,7 @@ class Answer:
 
     kind: Any
     made: list[_Made]
+    device: int
     as_on_host: bool = False
     kernels: Kernels | None = None
 
@@ -112,6 +115,9 @@ class AlikeCalls:
         if kwargs and self.looks(func, args, kwargs) != looks:
             # It has given a tensor that it wrote to (``out=``) another size.
             return
+        device = device_among(args, kwargs)
+        if device is None:
+            return
         args = _all_of(args, kwargs)
         kind = type(out) if type(out) in (tuple, list) else None
         made: list[_Made] = []
@@ -129,7 +135,7 @@ class AlikeCalls:
                 taken.add(storage)
         if len(self._found) >= _MOST:
             self._found.clear()
-        self._found[looks] = Answer(kind, made)
+        self._found[looks] = Answer(kind, made, device)
 
     def describe(self, key: list[Any], args: Any, numbers: bool, untracked: bool = False, hosts: bool = False) -> bool:
         """Puts the arguments' looks into a key, with the numbers among them or without. False where something else may count;

@@ -102,6 +102,8 @@ _OF_FLOATS = {
     _aten._softmax.default: "host_softmax", _aten._log_softmax.default: "host_softmax",
 }  # fmt: skip
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+# What rows of a table are found by. (PyTorch's shape rule looks at that after 2.9.)
+_ROW_NUMBERS = {torch.int64, torch.int32}
 # What PyTorch has for the host alone, of what programs call.
 _NOT_ON_CUDA = {
     *overloads("histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts"),
@@ -140,6 +142,12 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         raise NotImplementedError(
             f"Could not run '{func.name().removesuffix('.default')}' with arguments from the 'CUDA' backend. This could be "
             "because the operator doesn't exist for this backend."
+        )
+    if func is _aten.embedding.default and args[1].dtype not in _ROW_NUMBERS:
+        # (`embedding_symint` in ``Embedding.cpp``.)
+        raise RuntimeError(
+            "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
+            f"{_type_name(args[1])} instead (while checking arguments for embedding)"
         )
     first = _PRODUCTS.get(func)
     if first is not None:

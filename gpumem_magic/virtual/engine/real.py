@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+from torch._C import _len_torch_dispatch_stack as _modes
 from torch.autograd.graph import increment_version
 
 from gpumem_magic.failures import is_own_failure
@@ -57,13 +58,15 @@ _empty_strided = torch._C._VariableFunctions.empty_strided
 
 class _Handling(NamedTuple):
     """Whether an operator touches values; whether the host runs it first; what the host calls for it where all else follows from
-    how the arguments look, and whether that gives one tensor; and what was met of it."""
+    how the arguments look, and whether that gives one tensor; what was met of it; and whether all that it does is the same for
+    arguments that look alike, so that it may pass by what asks for it."""
 
     touches: bool
     first: bool
     function: Any
     gives_one: bool
     met: Met
+    quick: bool
 
 
 # Calls in their order, each with the host's views of its results, and where it leaves what its gradient needs.
@@ -240,9 +243,51 @@ class RealEngine(ComputingEngine):
             self.functions.learn(looks, func, args, kwargs, heard, plain, views, out)
         return out
 
+    def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        way = self._ways.get(id(func))
+        if way is not None and way.quick and STATE.heard is None:
+            out = self._met_again(way, func, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return super().handle(func, types, args, kwargs)
+
+    def _met_again(self, way: _Handling, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives for arguments that look like others before them; NotImplemented as for `_shortly`."""
+        if STATE.depth or _modes() or seen_by_others():
+            return NotImplemented
+        with self.uninterrupted, self.lock, no_functions():
+            if not self._is_free() or self._under_way is not None or self.table.holds_overwritten:
+                return NotImplemented
+            met = self._met[id(func)]
+            if kernel_rules.for_operator(func) is not None:
+                return NotImplemented
+            if met.plain is not None and not met.plain(self, args, kwargs):
+                return NotImplemented
+            answer = self.alike.found(self.alike.looks(func, args, kwargs))
+            if answer is None or self.memory.is_recorded(answer.device):
+                return NotImplemented
+            self._begin(answer.device)
+            out = self.alike.given(answer, args, kwargs)
+            made, placement = answer.made[0], None
+            if met.allocates and type(made) is tuple and made[3] is None:
+                node = node_now() if STATE.backward else 0
+                placement = self.table.place(out.untyped_storage(), made[5].index, node)
+            if met.takes_after or (met.beside is not None and answer.kernels is None):
+                self._beside(met, func, args, kwargs, out, answer.device, answer)
+            elif answer.kernels is not None:
+                self.run_kernels(answer.kernels, answer.device)
+            if not way.touches:
+                return out
+            if undisturbed():
+                self._operate_again(func, args, kwargs, out, answer, placement)
+                return out
+        with self.lock, host_only():
+            self._operate_again(func, args, kwargs, out, answer, placement)
+        return out
+
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         way = self._ways.get(id(func)) or self._way_of(func)
-        touches, first, function, gives_one, met = way
+        touches, first, function, gives_one, met, _ = way
         if function is not None and gives_one and not self._nested and self.tape is None:
             found = self.again(met, func, args, kwargs, device, answer)
             if found is not None:
@@ -288,7 +333,10 @@ class RealEngine(ComputingEngine):
         met = self._met.get(id(func)) or self._meet(func)
         again = met.again and touches and not first and gives_tensors(func)
         function = plain_function(func) if again else None
-        way = self._ways[id(func)] = _Handling(touches, first, function, gives_one_tensor(func), met)
+        gives_one = gives_one_tensor(func)
+        known = function is not None and gives_one if touches else gives_tensors(func)
+        quick = met.again and known and id(func) not in self._writing_each
+        way = self._ways[id(func)] = _Handling(touches, first, function, gives_one, met, quick)
         return way
 
     # ---- values
@@ -356,12 +404,14 @@ class RealEngine(ComputingEngine):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()
 
-    def _operate_again(self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer) -> None:
+    def _operate_again(
+        self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer, placement: Placement | None = None
+    ) -> None:
         """Most operators: one result, of what the host's function gives. On the host's tensors nobody's modes may be on."""
         function = self._ways[id(func)].function
         # (Past the overload, which does no more.)
         in_c = not isinstance(function, FunctionType)
-        if not self._compute_again(function._op if in_c else function, args, kwargs, out, answer):
+        if not self._compute_again(function._op if in_c else function, args, kwargs, out, answer, placement):
             self._compute_again(partial(_computed, func) if in_c else function, args, kwargs, out, answer, sure=True)
 
     def _compute_several(

@@ -184,6 +184,13 @@ def _lu_unpack(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devi
     return ()
 
 
+@in_full_precision(_aten.linalg_lu_solve.default)
+def _lu_solve_kernel(factors: Any, pivots: Any, right: Any, *, left: bool = True, adjoint: bool = False) -> str:
+    batch = torch.broadcast_shapes(factors.shape[:-2], right.shape[:-2])
+    solver = _solver(factors.shape[-1], right.shape[-1 if left else -2], prod(batch), adjoint == left)
+    return "triangular_solve_cuda" if solver == _TRIANGULAR else f"lu_solve_{solver}"
+
+
 @special(_aten.linalg_lu_solve.default, table=BESIDE)
 def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     factors = args[0]
@@ -252,6 +259,18 @@ def _exchanged(pivots: Any) -> Any:
 @in_full_precision(_aten.linalg_cholesky_ex.default, _aten.cholesky.default)
 def _cholesky_kernel(*_: Any, **named: Any) -> str:
     return "cholesky_cusolver"
+
+
+# (Of one matrix; several are MAGMA's in versions before 2.13. These names, and those of reflections, LDL and eigenvalues below,
+# are in ``BatchLinearAlgebraLib.cpp`` of ATen/native/cuda/linalg.)
+@in_full_precision(_aten._cholesky_solve_helper.default)
+def _cholesky_solve_kernel(*_: Any, **named: Any) -> str:
+    return "cholesky_cuda_potrs"
+
+
+@in_full_precision(_aten.cholesky_inverse.default)
+def _cholesky_inverse_kernel(*_: Any, **named: Any) -> str:
+    return "cholesky_cuda_potri"
 
 
 @special(_aten.linalg_cholesky_ex.default, table=BESIDE)
@@ -405,12 +424,22 @@ def _qr(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int
     return ()
 
 
+@in_full_precision(_aten.linalg_householder_product.default)
+def _householder_kernel(*_: Any, **named: Any) -> str:
+    return "orgqr_cuda"
+
+
 @special(_aten.linalg_householder_product.default, table=BESIDE)
 def _householder(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     rows, reflections, item = out.shape[-2], args[1].shape[-1], out.element_size()
     with engine.scratch(device, _CODE):
         _by_cusolver(engine, device, *[cusolver.orgqr(rows, reflections, item)] * _batch(out.shape))
     return ()
+
+
+@in_full_precision(_aten.linalg_ldl_factor_ex.default)
+def _ldl_kernel(*_: Any, **named: Any) -> str:
+    return "ldl_factor_looped_cusolver"
 
 
 @special(_aten.linalg_ldl_factor_ex.default, table=BESIDE)
@@ -421,10 +450,20 @@ def _ldl(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: in
     return ()
 
 
+@in_full_precision(_aten.linalg_ldl_solve.default)
+def _ldl_solve_kernel(*_: Any, **named: Any) -> str:
+    return "ldl_solve_looped_cusolver"
+
+
 @special(_aten.linalg_ldl_solve.default, table=BESIDE)
 def _ldl_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Pivots of 64 bits."""
     return [args[1].numel() * _INDEX, _CODE]
+
+
+@in_full_precision(_aten.ormqr.default)
+def _ormqr_kernel(*_: Any, **named: Any) -> str:
+    return "orgmr_cuda"
 
 
 @special(_aten.ormqr.default, table=BESIDE)
@@ -521,6 +560,11 @@ def _ask_for_all(engine: Engine, flags: Any) -> None:
     with pushed(engine.mode):
         flags.all()
     engine.table.drain()
+
+
+@in_full_precision(_aten.linalg_eig.default, _aten._linalg_eigvals.default)
+def _eig_kernel(*_: Any, **named: Any) -> str:
+    return "linalg_eig_cuda"
 
 
 @special(_aten.linalg_eig.default, _aten._linalg_eigvals.default)

@@ -168,11 +168,22 @@ def _weight_norm_backward(engine: Engine, func: Any, args: Any, kwargs: Any, dev
 # ---- a number of the device for a tensor of the host: it is read
 
 
-@special(_aten.fill_.Tensor, _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor)
-def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+def _fills_on_device(engine: Engine, args: Any, kwargs: Any) -> bool:
     *before, value = args
-    if any(isinstance(arg, VirtualTensor) for arg in before) or value.dim():
+    return any(isinstance(arg, VirtualTensor) for arg in before) or value.dim() > 0
+
+
+@special(
+    _aten.fill_.Tensor,
+    _aten.masked_fill.Tensor,
+    _aten.masked_fill_.Tensor,
+    plain=_fills_on_device,
+    by_looks=True,
+)
+def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if _fills_on_device(engine, args, kwargs):
         return engine.run(func, args, kwargs, device)
+    *before, value = args
     return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009
 
 
