@@ -45,7 +45,8 @@ class _Fixed(NamedTuple):
 
 class Shortcut(NamedTuple):
     """The operator that a function comes down to. places: for each of its arguments the number of the function's (of those in
-    lists, too), several for a list, or what is given. nested: whether the function has lists. writes: its first argument.
+    lists, too), several for a list, or what is given. nested: whether the function has lists. writes: its first argument;
+    silently: and returns nothing.
 
     on_host: whether the function itself may be called with the host's tensors in the place of the device's. kind: the class of
     what it returns where that is several tensors.
@@ -56,6 +57,7 @@ class Shortcut(NamedTuple):
     names: tuple[str, ...]
     nested: bool
     writes: bool
+    silently: bool
     device: int
     answer: Answer
     on_host: bool
@@ -137,11 +139,11 @@ class FunctionCalls:
             return None
         key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         untracked = torch.is_grad_enabled()
-        if not self._alike.describe(key, args, True, untracked):
+        if not self._alike.describe(key, args, True, untracked, hosts=True):
             return None
         if kwargs:
             key.extend(kwargs)
-            if not self._alike.describe(key, kwargs.values(), True, untracked):
+            if not self._alike.describe(key, kwargs.values(), True, untracked, hosts=True):
                 return None
         return tuple(key)
 
@@ -201,13 +203,17 @@ class FunctionCalls:
         return None if source is None else ViewCall(heard.func, made[5].index, (*made[:3], source, *made[4:]))
 
     def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
-        several = type(out) is not VirtualTensor
-        if not _is_the_same(out, heard.out):
+        # (An assignment.)
+        silently = out is None and type(heard.out) is VirtualTensor and args and heard.out is args[0]
+        several = not silently and type(out) is not VirtualTensor
+        if not silently and not _is_the_same(out, heard.out):
             return None
         answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
         if answer is None or (answer.kind is not None) != several:
             return None
         writes = answer.made[0] == 0 and heard.func._schema.is_mutable and not several
+        if silently and not writes:
+            return None
         if not writes and not all(type(made) is tuple and made[3] is None for made in answer.made):
             # Autograd has to know of a view.
             return None
@@ -231,7 +237,8 @@ class FunctionCalls:
         named = (*heard.args, *heard.kwargs.values())
         kind = type(out) if several else None
         on_host = not any(isinstance(one, torch.device) for one in named) and (kind is None or is_plain(heard.func))
-        return Shortcut(heard.func, found, tuple(heard.kwargs), nested, writes, device, answer, on_host, kind)
+        names = tuple(heard.kwargs)
+        return Shortcut(heard.func, found, names, nested, writes, bool(silently), device, answer, on_host, kind)
 
 
 def _is_the_same(out: Any, heard: Any) -> bool:

@@ -31,7 +31,7 @@ from gpumem_magic.virtual.engine.computing import (
     touches_values,
 )
 from gpumem_magic.virtual.engine.engine import Met
-from gpumem_magic.virtual.engine.functions import FunctionCalls, HostCopy, Shortcut, ViewCall, seen_by_others
+from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall, seen_by_others
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -190,7 +190,7 @@ class RealEngine(ComputingEngine):
             out: Any = self._handle(*shortcut.operator(args, kwargs), device, answer)
             if shortcut.kind is not None:
                 return shortcut.kind(out)
-            return self._written(out) if writes else out
+            return self._written(out, shortcut.silently) if writes else out
         call: Any = ()
         beside = met.takes_after or (met.beside is not None and answer.kernels is None)
         if met.asks or beside:
@@ -218,13 +218,13 @@ class RealEngine(ComputingEngine):
         if not shortcut.on_host or not self._compute_again(function, args, kwargs, out, answer, placement):
             func, args, kwargs = call or shortcut.operator(args, kwargs)
             self._operate_again(func, args, kwargs, out, answer)
-        return self._written(out) if writes else out
+        return self._written(out, shortcut.silently) if writes else out
 
-    def _written(self, tensor: VirtualTensor) -> VirtualTensor:
-        """Autograd has to know of it."""
+    def _written(self, tensor: VirtualTensor, silently: bool) -> VirtualTensor | None:
+        """Autograd has to know of it. silently: nothing is returned."""
         if not tensor.is_inference():
             increment_version(tensor)
-        return tensor
+        return None if silently else tensor
 
     def _listened(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function, and keeps what it came down to."""
@@ -239,7 +239,7 @@ class RealEngine(ComputingEngine):
         with no_functions():
             if len(heard) == 1 and heard[0].func is _READ and not isinstance(out, torch.Tensor):
                 self.functions.reading[id(func)] = func
-            plain, views = way is not None and way.function is not None, way is not None and _only_looks(way)
+            plain, views = way is not None and self._is_plain(way, heard[0]), way is not None and _only_looks(way)
             self.functions.learn(looks, func, args, kwargs, heard, plain, views, out)
         return out
 
@@ -284,6 +284,12 @@ class RealEngine(ComputingEngine):
         with self.lock, host_only():
             self._operate_again(func, args, kwargs, out, answer, placement)
         return out
+
+    def _is_plain(self, way: _Handling, heard: Heard) -> bool:
+        """Whether what was heard may be run anew past C++ and its rule."""
+        if way.function is None or way.met.plain is None:
+            return way.function is not None
+        return way.met.plain(self, heard.args, heard.kwargs)
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
         way = self._ways.get(id(func)) or self._way_of(func)
@@ -470,7 +476,7 @@ class RealEngine(ComputingEngine):
                 raise
             return False
         self.computed += 1
-        if hosts and result is hosts[0] and out is args[0]:
+        if hosts and (result is None or result is hosts[0]) and out is args[0]:
             # What was written in place lies in the twin.
             return True
         if answer.lies_as(result) and not (hosts and result is hosts[0]):
