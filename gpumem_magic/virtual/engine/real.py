@@ -54,6 +54,7 @@ _READ = _aten._local_scalar_dense.default
 _CPU = torch.device("cpu")
 # C++'s own, past what is put in its place while a device is on.
 _empty_strided = torch._C._VariableFunctions.empty_strided
+_push, _pop = torch._C._push_on_torch_dispatch_stack, torch._C._pop_torch_dispatch_stack
 
 
 class _Handling(NamedTuple):
@@ -159,10 +160,12 @@ class RealEngine(ComputingEngine):
             return NotImplemented
         self._begin(view.device)
         STATE.given = view.func, self.alike.looking_at(view.made, args, kwargs)
+        # (`pushed` written out: no other mode is on, and functions of subclasses are off.)
+        _push(self.mode)
         try:
-            with pushed(self.mode):
-                return function(*args, **(kwargs or {}))
+            return function(*args, **(kwargs or {}))
         finally:
+            _pop(None)
             STATE.given = None
 
     def _is_free(self) -> bool:
@@ -281,7 +284,8 @@ class RealEngine(ComputingEngine):
             if undisturbed():
                 self._operate_again(func, args, kwargs, out, answer, placement)
                 return out
-        with self.lock, host_only():
+        # (Autocast is on, which would see it.)
+        with self.uninterrupted, self.lock, host_only():
             self._operate_again(func, args, kwargs, out, answer, placement)
         return out
 
