@@ -17,7 +17,8 @@ from gpumem_magic.virtual import gpu
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    gpu.turn_on("A100-40GB")
+    # (Of this version, whichever is installed: before 2.12 products with a bias keep a workspace more.)
+    gpu.turn_on("A100-40GB,torch=2.13")
     yield
     gpu.turn_off()
 
@@ -126,7 +127,7 @@ def test_autocast_casts_a_list_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(("version", "least"), [("2.8", []), ("2.11", [4])])
+@pytest.mark.parametrize(("version", "least"), [("2.9", []), ("2.11", [4])])
 def test_how_alike_rows_are_is_limited_by_a_number_of_the_host_in_older_versions(
     version: str, least: list[int], inference: bool
 ) -> None:

@@ -9,13 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asked_for import made
+from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
 
 
 @pytest.fixture(autouse=True)
 def device() -> Iterator[None]:
-    gpu.turn_on("RTX3090")
+    # (The figures are those of this version, whichever is installed.)
+    gpu.turn_on("RTX3090,torch=2.13")
     yield
     gpu.turn_off()
 
@@ -337,13 +339,15 @@ def test_gradients_of_atan2_and_aminmax_are_worked_out_in_place() -> None:
     x, y = (torch.zeros(100, 10, device="cuda", requires_grad=True) for _ in range(2))
     size = 100 * 10 * 4
     angle, gradient = torch.atan2(x, y), torch.zeros(100, 10, device="cuda")
-    # Two squares, their sum, its reciprocal and where that is infinite; each gradient is two products, the second with a sign.
+    # Two squares, their sum, its reciprocal and where that is infinite (`atan2_backward` in ``FunctionsManual.cpp``: 2.9 does not
+    # look); each gradient is two products, the second with a sign.
+    infinite = [size // 4] if TORCH >= (2, 11) else []
     assert made(lambda: torch.autograd.grad(angle, (x, y), gradient)) == [
         size,
         size,
         size,
         size,
-        size // 4,
+        *infinite,
         *[size] * 5,
     ]
     lowest, highest = x.aminmax(dim=0)

@@ -18,7 +18,8 @@ from gpumem_magic.virtual import gpu
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[gpu.VirtualMachine]:
     # 108 multiprocessors: below 432 blocks an embedding's gradient is added up in place.
-    yield gpu.turn_on("A100-40GB,total=1GiB,context=0MiB")
+    # (And of this version, whichever is installed.)
+    yield gpu.turn_on("A100-40GB,total=1GiB,context=0MiB,torch=2.13")
     gpu.turn_off()
 
 
@@ -93,7 +94,7 @@ def test_scaling_by_frequency_sorts_always_and_counts() -> None:
 @pytest.mark.parametrize(("card", "tile"), [("A100-40GB", 2240), ("H100", 2464), ("RTX3090", 2304), ("B200", 5888)])
 def test_counts_are_scanned_in_tiles_of_the_cards_generation(card: str, tile: int) -> None:
     gpu.turn_off()
-    gpu.turn_on(f"{card},context=0MiB")
+    gpu.turn_on(f"{card},context=0MiB,torch=2.13")
     tiles = -(-400000 // tile)
     up = lambda size: -(-size // 256) * 256  # noqa: E731
     counts = up(16 * (tiles + 32)) + up(8 * (tiles + 1)) + 255

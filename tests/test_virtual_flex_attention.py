@@ -23,7 +23,6 @@ def _on() -> Iterator[None]:
     gpu.turn_on("A100-40GB")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "flex_attention called without")
-        warnings.filterwarnings("ignore", "return_lse is deprecated")
         # Without trials of the kernels beside the attention.
         with importlib.import_module("torch._inductor.config").patch({"triton.autotune_pointwise": False}):
             yield
@@ -96,13 +95,13 @@ def test_inside_a_compiled_model_and_with_more_results() -> None:
     mask = flex.create_block_mask(causal, None, None, 256, 256, device="cuda")
 
     def model(x: torch.Tensor) -> Any:
-        return flex.flex_attention(x, x, x, return_lse=True, block_mask=mask)
+        return flex.flex_attention(x, x, x, return_aux=flex.AuxRequest(lse=True), block_mask=mask)
 
     x = half(2, 4, 256, 32)
     gc.collect()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out, sums = torch.compile(model, fullgraph=True)(x)
+    out, (sums, _) = torch.compile(model, fullgraph=True)(x)
     assert torch.cuda.max_memory_allocated() - before < 4 * 2 * 4 * 256 * 256, "no scores"
     assert (out.shape, sums.shape, sums.dtype) == (x.shape, (2, 4, 256), torch.float32)
 

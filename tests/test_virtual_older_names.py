@@ -16,6 +16,7 @@ import torch
 import torch.cuda.nvtx
 import torch.cuda.profiler
 from torch import nn
+from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
 
@@ -121,7 +122,9 @@ def test_a_dlpack_capsule_has_the_tensors_memory(values: str) -> None:
         BufferError, match=r"no memory to share\. Hand the library a copy on the host \(tensor\.cpu\(\)\)"
     ):
         x.__dlpack__()
-    assert torch.from_dlpack(torch.ones(2).numpy(), device="cuda" if values == "real" else "cpu").sum() == 2
+    # (PyTorch 2.9 asks NumPy for an array on the device, which refuses, also on a card.)
+    moves = values == "real" and TORCH >= (2, 11)
+    assert torch.from_dlpack(torch.ones(2).numpy(), device="cuda" if moves else "cpu").sum() == 2
 
 
 def test_the_device_is_set_below_torch_cuda() -> None:

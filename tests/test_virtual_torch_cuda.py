@@ -368,7 +368,7 @@ def test_generators_and_seeds() -> None:
     state = torch.cuda.get_rng_state()
     torch.cuda.manual_seed(12)
     torch.cuda.set_rng_state(state)
-    assert torch.cuda.initial_seed() == 11
+    assert torch.cuda.initial_seed() == torch.cuda.default_generators[0].initial_seed() == 11
     assert len(torch.cuda.get_rng_state_all()) == 2
     with torch.random.fork_rng(devices=[0]):
         torch.cuda.manual_seed(99)

@@ -73,9 +73,9 @@ class Padding:
         deciding = next(name for name in ("_should_pad", "_should_pad_bench") if hasattr(padding, name))
         decide = getattr(getattr(padding, deciding), "__wrapped__", getattr(padding, deciding))
 
-        def should_pad(*args: Any) -> bool:
+        def should_pad(*args: Any, **kwargs: Any) -> bool:
             with origin(TRIAL):
-                return bool(decide(*args))
+                return bool(decide(*args, **kwargs))
 
         replaced: dict[str, Any] = {
             "has_triton": lambda: True,

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.calls import run_in_parts
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.modes import has_others, pushed
@@ -248,26 +247,24 @@ def _may_have_gradient(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-# Since when the least norm is a number on the device. (The builds of 2.11 and 2.13 have it there, that of 2.6 and a recording
-# with 2.8 do not; between them it is not known.)
-_LEAST_ON_DEVICE_FROM = (2, 9)
+# Since when the least norm is a number on the device. (The builds of 2.11 and 2.13 have it there, those of 2.6 and 2.9 and a
+# recording with 2.8 do not; with 2.10 it is not known.)
+_LEAST_ON_DEVICE_FROM = (2, 10)
 
 
 def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
-    """With an older PyTorch the norms are limited by a number of the host's (``Distance.cpp``)."""
-    if not isinstance(x1, VirtualTensor) or _version_of(x1) >= _LEAST_ON_DEVICE_FROM:
+    """Each norm is at least so large (``Distance.cpp``); with an older PyTorch by a number of the host's."""
+    kind = torch.result_type(x1, x2)
+    if not isinstance(x1, VirtualTensor) or not kind.is_floating_point:  # (which C++ refuses)
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
         return _aten.cosine_similarity.default._op_dk(usual, x1, x2, dim, eps)  # type: ignore[no-any-return]
-    return _limited_by_the_host(x1, x2, dim, eps)
-
-
-def _limited_by_the_host(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:
-    kind = torch.result_type(x1, x2)
     pair = torch.broadcast_tensors(x1.to(kind), x2.to(kind))
     norms = [torch.linalg.vector_norm(one, 2, dim, keepdim=True).clone() for one in pair]
     with torch.no_grad():
+        on_device = _version_of(x1) >= _LEAST_ON_DEVICE_FROM
+        least: Any = torch.scalar_tensor(eps, dtype=kind, device=x1.device) if on_device else eps
         for norm in norms:
-            norm.clamp_min_(eps)
+            norm.clamp_min_(least)
     # What C++ makes in one expression goes at its end.
     divided = [one / norm for one, norm in zip(pair, norms, strict=True)]
     product = divided[0] * divided[1]
@@ -323,9 +320,7 @@ def _mask_first(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
 @special(_aten.cosine_similarity.default)
 def _alike(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode):
-        if engine.memory.torch_version(device) >= _LEAST_ON_DEVICE_FROM:
-            return run_in_parts(func, args, kwargs)
-        return _limited_by_the_host(*args, **kwargs)
+        return cosine_similarity(*args, **kwargs)
 
 
 # (The number of classes is a value, which a device that computes knows for the operator's parts.)

@@ -21,7 +21,7 @@ from gpumem_magic.virtual.engine import waiting
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork
 from gpumem_magic.virtual.torch_face import streams
 from gpumem_magic.virtual.torch_face.cuda_memory import CudaMemory
-from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index, rng_state
+from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
 if TYPE_CHECKING:
     from gpumem_magic.virtual.engine.device import MachineForTorch, VirtualDevice
@@ -44,7 +44,7 @@ class CudaFace:
     def __init__(self, machine: MachineForTorch) -> None:
         self._machine = machine
         self._initialised = False
-        self._seeds = [0 for _ in machine.devices]
+        self._generators: tuple[torch.Generator, ...] = tuple(streams.Generator(gpu.index) for gpu in machine.devices)
         self.memory = CudaMemory(machine, self._gpu)
 
     def install(self, patches: Patches) -> None:
@@ -63,9 +63,7 @@ class CudaFace:
             "current_stream": self._current_stream, "default_stream": streams.default_stream,
         }.items():  # fmt: skip
             _replace(patches, (torch.cuda, torch.cuda.streams), name, kind)
-        patches.set(
-            torch.cuda, "default_generators", tuple(streams.Generator(gpu.index) for gpu in self._machine.devices)
-        )
+        patches.set(torch.cuda, "default_generators", self._generators)
         patches.set(torch, "Generator", streams.Generator)
         patches.set(torch, "device", streams.DeviceByNumber)
         patches.set(torch, "Stream", streams.AnyStream)
@@ -254,10 +252,11 @@ class CudaFace:
     # ---- random numbers
 
     def manual_seed(self, seed: int) -> None:
-        self._seeds[CURRENT.device] = int(seed)
+        self._generators[CURRENT.device].manual_seed(int(seed))
 
     def manual_seed_all(self, seed: int) -> None:
-        self._seeds = [int(seed) for _ in self._seeds]
+        for generator in self._generators:
+            generator.manual_seed(int(seed))
 
     def seed(self) -> None:
         self.manual_seed(int.from_bytes(os.urandom(6), "little"))
@@ -266,17 +265,17 @@ class CudaFace:
         self.manual_seed_all(int.from_bytes(os.urandom(6), "little"))
 
     def initial_seed(self) -> int:
-        return self._seeds[CURRENT.device]
+        return self._generators[CURRENT.device].initial_seed()
 
     def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
         self._lazy_init()
-        return rng_state(self._seeds[self._gpu(device).index])
+        return self._generators[self._gpu(device).index].get_state()
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
-        return [self.get_rng_state(index) for index in range(len(self._seeds))]
+        return [self.get_rng_state(index) for index in range(len(self._generators))]
 
     def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
-        self._seeds[self._gpu(device).index] = int(new_state.clone().view(torch.int64)[0])
+        self._generators[self._gpu(device).index].set_state(new_state)
 
     def set_rng_state_all(self, new_states: Any) -> None:
         for index, state in enumerate(new_states):
