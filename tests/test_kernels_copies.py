@@ -350,6 +350,8 @@ def test_gradients_of_atan2_and_aminmax_are_worked_out_in_place() -> None:
         *infinite,
         *[size] * 5,
     ]
+    if TORCH < (2, 11):
+        return  # 2.9 has no gradient of aminmax.
     lowest, highest = x.aminmax(dim=0)
     asked = made(lambda: torch.autograd.grad((lowest, highest), x, (torch.zeros_like(lowest),) * 2))
     # For each end one tensor of all elements; the second is added to the first.
