@@ -8,7 +8,7 @@ import sys
 import textwrap
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,24 @@ def test_what_autograd_says_of_a_graph_is_not_put_down_to_values() -> None:
         loss.item()
         loss.backward()
         loss.backward()
+    assert "does not know" not in measured.report.answer
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda x: x + torch.ones(300, 300), "on the same device"),
+        (lambda x: torch.nn.functional.conv1d(x, torch.ones(1, 300, 1, device="cuda").half()), "weight type"),
+        (lambda x: x @ torch.ones(300, 300, device="cuda").half(), "same dtype"),
+    ],
+)
+def test_what_is_on_another_device_or_of_another_type_is_not_put_down_to_values(
+    wrong: Callable[[torch.Tensor], object], says: str
+) -> None:
+    with pytest.raises(RuntimeError, match=says), gpumem_magic.measure(device="T4,values=auto") as measured:  # noqa: PT012
+        x = unknown()
+        x.sum().item()
+        wrong(x)
     assert "does not know" not in measured.report.answer
 
 

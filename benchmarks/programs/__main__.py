@@ -13,7 +13,8 @@ refused        the virtual GPU said in one line what it cannot do, and what to d
 wrong          anything else
 
 ``--values`` runs it on the host and with ``values=real`` as well, compares what they print, and whether stand-ins take the same
-way (iterations, lines but for their numbers, peak); where they do not, the report has to say that it may be so.
+way (iterations, lines but for their numbers, peak); where they do not, the report has to say that it may be so. Where the time of
+one was up, its report says how far it came, and they are compared as far as both went.
 ``--results`` keeps the outcomes in a file and runs only what is not in it yet; ``--again VERDICT`` runs those with that verdict
 again.
 """
@@ -180,7 +181,8 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         real = _once(one, source, f"{device},values=real", options, "real")
         outcome = dataclasses.replace(
             outcome,
-            real_peak=real.peak,
+            # One that was stopped may not have come to its peak.
+            real_peak=None if real.status is None or found.status is None else real.peak,
             way=way_taken(found, real),
             real="works" if not real.status else real.last_error,
             same_output=_prints_the_same(real, on_host),

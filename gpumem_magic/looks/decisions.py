@@ -23,12 +23,17 @@ _OF_VALUES = (
     "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
     "RuntimeError", "StopIteration", "LinAlgError",
 )  # fmt: skip
-# What autograd says of a graph, whatever the values are.
-_OF_GRAPHS = (
+# What is so whatever the values are: what autograd says of a graph, and what operators say of devices and types (ATen's
+# `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, and every `data_ptr<T>()`).
+_WHATEVER_THE_VALUES = (
     "backward through the graph a second time",
     "does not require grad",
     "modified by an inplace operation",
     "leaf Variable",
+    "Expected all tensors to be on the same device",
+    "and weight type (",
+    "to have the same dtype",
+    "expected scalar type",
 )
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)
@@ -44,7 +49,7 @@ def forget() -> None:
 
 def may_be_of_a_value(kind: str, message: str) -> bool:
     """Whether an error (its class's name, and its text) may come of a wrong value."""
-    return kind in _OF_VALUES and not any(words in message for words in _OF_GRAPHS)
+    return kind in _OF_VALUES and not any(words in message for words in _WHATEVER_THE_VALUES)
 
 
 def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False, places: _Places = ()) -> bool:
