@@ -32,8 +32,8 @@ _OF_THE_MOMENT = re.compile(
 )
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
-# The scratch folder, which is another in each run.
-_SCRATCH = re.compile(r"\S*/tmp\w{8}/")
+# Folders that are others in each run.
+_SCRATCH = re.compile(r"\S*/tmp\w{8}\b/?")
 # NumPy fills numbers up with spaces, each array as its longest.
 _BESIDE_NUMBERS = re.compile(r"\s*([\[\]#]|\s)\s*")
 
@@ -226,8 +226,8 @@ def way_taken(guessed: Run, real: Run) -> str:
         common = [peak for peak in zip(*steps, strict=False) if peak[0][0] == peak[1][0]]
         same = lines[0][:went] == lines[1][:went] and len(common) == min(map(len, steps))
         peaks = [max((one[way][1] for one in common), default=0) for way in (0, 1)]
-        if not common:
-            return ""
+        if not any(peaks):
+            return ""  # neither came to the device
     else:
         turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
         peaks = [one.peak or 0 for one in (guessed, real)]
