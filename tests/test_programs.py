@@ -84,7 +84,10 @@ def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]
     judging = modules["judging"]
 
     def went(out: str, peak: int, answer: str = "", turns: int = 2, status: int | None = 0) -> Any:
-        rows = [{"iteration": [number]} for number in range(turns)]
+        rows = [
+            {"kind": "statement", "line": 3, "iteration": [number], "peak_allocated": peak * (number + 1) // turns}
+            for number in range(turns)
+        ]
         return judging.Run(
             status, out, "", 1.0, 0, {"peak": {"allocated": peak}, "checkpoints": rows, "answer": answer}
         )
@@ -97,7 +100,13 @@ def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]
     assert judging.way_taken(went(real.out, 1020), real) == "silent"
     assert judging.way_taken(went(real.out, 1000, turns=1), real) == "silent"
     assert judging.way_taken(went("", 1, "It goes by a value that the virtual GPU does not know."), real) == "said"
-    assert judging.way_taken(went("", 1000, status=None), real) == ""
+    # The time was up: as far as both went, half a line left out.
+    assert judging.way_taken(went("epoch 1: lo", 500, turns=1, status=None), real) == "same"
+    assert judging.way_taken(went("", 800, turns=1, status=None), real) == "silent"
+    assert judging.way_taken(went("another way\n", 500, turns=1, status=None), real) == "silent"
+    # It did not come to the device, or left no report.
+    assert judging.way_taken(went("", 0, turns=0, status=None), real) == ""
+    assert judging.way_taken(judging.Run(None, "", "", 1.0, 0, {}), real) == ""
 
 
 def test_errors_are_told_from_refusals(modules: dict[str, Any]) -> None:

@@ -192,9 +192,7 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
 
 def _prints_the_same(real: Run, on_host: Run) -> bool | None:
     """None where that says nothing: it failed on the host, or was stopped after some iterations and printed then how it ended."""
-    # Where the time was up, the last line may be half of one.
-    said = [one.out if one.status is not None else one.out.rpartition("\n")[0] for one in (real, on_host)]
-    same = None if on_host.status else same_text(*said)
+    same = None if on_host.status else same_text(real.said, on_host.said)
     return None if same is False and "Stopped as asked" in real.err else same
 
 

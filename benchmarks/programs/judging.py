@@ -56,6 +56,11 @@ class Run:
         return max((one["peak"]["allocated"] for one in reports if one.get("peak")), default=None)
 
     @property
+    def said(self) -> str:
+        """What it printed; where its time was up, without the last line, which may be half of one."""
+        return self.out if self.status is not None else self.out[: self.out.rfind("\n") + 1]
+
+    @property
     def last_error(self) -> str:
         """The error's last line, without our own remarks."""
         lines = self.err.splitlines()
@@ -218,7 +223,8 @@ def way_taken(guessed: Run, real: Run) -> str:
     if not (real.report and guessed.report):
         return ""
     lines = [
-        [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(one.out)] for one in (guessed, real)
+        [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(one.said)]
+        for one in (guessed, real)
     ]
     if guessed.status is None or real.status is None:
         went = min(map(len, lines))
