@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -43,18 +44,39 @@ def blocks(*bytes_: int) -> int:
 def test_it_takes_what_its_values_and_offsets_take(machine: gpu.VirtualMachine) -> None:
     parts = rows()
     before = torch.cuda.memory_allocated()
-    made = nested(parts)
+    whole = nested(parts)
     assert torch.cuda.memory_allocated() - before == blocks(TOKENS * 64 * 4, (len(LENGTHS) + 1) * 8)
-    assert made.device == torch.device("cuda", 0)
-    assert made.is_cuda
-    assert made.is_nested
-    assert [one.shape[0] for one in made.unbind()] == [*LENGTHS]
+    assert whole.device == torch.device("cuda", 0)
+    assert whole.is_cuda
+    assert whole.is_nested
+    assert [one.shape[0] for one in whole.unbind()] == [*LENGTHS]
     before = torch.cuda.memory_allocated()
-    more = made + made
+    more = whole + whole
     assert torch.cuda.memory_allocated() - before == blocks(TOKENS * 64 * 4)
-    assert more.shape == made.shape
-    padded = torch.nested.to_padded_tensor(made, 0.0)
+    assert more.shape == whole.shape
+    padded = torch.nested.to_padded_tensor(whole, 0.0)
     assert padded.shape == (3, 7, 64)
+
+
+def test_what_is_padded_is_packed_by_way_of_a_place_for_the_values(machine: gpu.VirtualMachine) -> None:
+    """``NestedTensorTransformerFunctions.cu``: the values and, like them, the result; the gradient of padding packs."""
+    values = torch.randn(TOKENS, 64, device="cuda", requires_grad=True)
+    offsets = torch.tensor([0, 3, 8, 15], device="cuda")
+    padded = torch.nested.to_padded_tensor(torch.nested.nested_tensor_from_jagged(values, offsets), 0.0)
+    gradient = torch.ones_like(padded)
+    asked = made(lambda: padded.backward(gradient))
+    assert asked == [TOKENS * 64 * 4] * 2
+
+
+def test_the_gradient_of_float32_attention_has_no_bias_s(shapes_only: gpu.VirtualMachine) -> None:
+    """Three gradients; the result times its own, summed up, and the sums head by head."""
+    parts = [part.view(-1, 4, 16) for part in rows()]
+    query = nested(parts).requires_grad_()
+    out = F.scaled_dot_product_attention(*[query.transpose(1, 2)] * 3)
+    gradient = torch.ones_like(out)
+    tensor, sums = TOKENS * 64 * 4, TOKENS * 4 * 4
+    asked = made(lambda: torch.autograd.grad(out, query, gradient))
+    assert asked[:6] == [tensor] * 4 + [sums] * 2
 
 
 def test_a_layer_with_attention_learns(machine: gpu.VirtualMachine) -> None:

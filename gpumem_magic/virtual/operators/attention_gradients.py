@@ -103,6 +103,21 @@ _EFFICIENT = (
 @special(*_EFFICIENT)
 def _of_plain_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with engine.scratch(device, *copies_by_token(args[:1], func is _EFFICIENT[0])):
+        if func is _EFFICIENT[0] or args[4] is not None:
+            return engine.run(func, args, kwargs, device)
+        # (PyTorch's rule for shapes has a number where the kernel has no gradient of a bias.)
+        results = engine.fake_call(func, args, kwargs)[:3]
+        engine.settle(results)
+        _plain(engine, func, args, kwargs, results, device)
+        return (*results, None)
+
+
+@special(_aten._padded_dense_to_jagged_forward.default)
+def _packed(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """``NestedTensorTransformerFunctions.cu`` has a place for the values and one like it, for the result."""
+    width, rows = args[0].shape[-1], args[2] if len(args) > 2 else kwargs.get("total_L")
+    size = 0 if rows is None else int(rows) * width * args[0].element_size()
+    with engine.scratch(device, size):
         return engine.run(func, args, kwargs, device)
 
 
