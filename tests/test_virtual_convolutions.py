@@ -209,6 +209,13 @@ def test_fused_winograd_takes_what_a_recording_on_turing_shows(
     assert estimate(convolution("weight", **shapes), (7, 5), version) == 0
 
 
+def volume(channels: int) -> dict[str, Any]:
+    """A layer over three dimensions that keeps its shape."""
+    side = (2, channels, 8, 8, 8)
+    even = {"stride": (1, 1, 1), "padding": (1, 1, 1), "dilation": (1, 1, 1)}
+    return {"fine": side, "weight": (channels, channels, 3, 3, 3), "coarse": side, **even}
+
+
 # What cuDNN 9.20 answers (`benchmarks/convolution_plans.py`), to its own hundred or so bytes.
 RESNET = {"fine": (32, 64, 56, 56), "weight": (64, 64, 3, 3), "coarse": (32, 64, 56, 56)}
 PRODUCT = {"fine": (32, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (32, 256, 56, 56), "padding": (0, 0)}
@@ -261,6 +268,9 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
         (convolution("weight", fine=(2, 32, 8, 8), weight=(8, 32, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False, 0),
         (convolution("weight", fine=(2, 128, 8, 8), weight=(8, 128, 3, 3), coarse=(2, 8, 8, 8)), (9, 0), False,
          (2 * 128 * 64 + 9 * 1024 + 2 * 8 * 64, 16)),
+        # A weight's gradient of volumes has both sides copied where they have few channels.
+        (convolution("weight", last=True, **volume(32)), (9, 0), True, (2 * 2 * 32 * 512, 16)),
+        (convolution("weight", last=True, **volume(64)), (9, 0), True, 0),
         # A few tiles; and channels that are no multiple of eight, which copies are filled up to, but not an image's in forward.
         (convolution(dtype=torch.half, last=True, **{**RESNET, "fine": (4, 64, 56, 56), "coarse": (4, 64, 56, 56)}), (9, 0),
          True, 0),
