@@ -91,6 +91,8 @@ def test_more_than_two_gibibytes_are_reduced_in_parts(on: Callable[[str], Any]) 
         (torch.var, torch.float32, [4], 16),
         (torch.sum, torch.float32, [4], None),
         (torch.sum, torch.bfloat16, [2], 4),
+        (torch.nansum, torch.float16, [2], 4),
+        (torch.prod, torch.bfloat16, [2], None),
         (torch.amax, torch.bfloat16, [2], None),
     ],
 )

@@ -39,13 +39,15 @@ class _Plan(NamedTuple):
 class _ReductionKernel(NamedTuple):
     """accumulator: bytes of a partial result; None: an element's (float32 for half precision), 0: an element's in any case.
     at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first.
-    results: how many partial results there are of each. is_number: whether one can be kept where the result will be."""
+    results: how many partial results there are of each. is_number: whether one can be kept where the result will be.
+    keeps_half: whether that may be in half precision, as kernels do that are compiled by need (`jitted_gpu_reduce_kernel`)."""
 
     accumulator: int | None = None
     at_once: int = _VECTOR
     in_results_type: bool = False
     results: int = 1
     is_number: bool = True
+    keeps_half: bool = False
 
 
 def split(
@@ -161,6 +163,7 @@ def _joins(inner: Sequence[int], outer: Sequence[int]) -> bool:
 
 
 _SUM = _ReductionKernel(in_results_type=True)
+_PRODUCT = _ReductionKernel(in_results_type=True, keeps_half=True)
 _INDEXED = _ReductionKernel(accumulator=16, is_number=False)
 _WELFORD = _ReductionKernel(accumulator=16, at_once=2, is_number=False)
 _ITEM = _ReductionKernel(accumulator=0)
@@ -176,8 +179,8 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.count_nonzero.dim_IntList: _SUM,
     _aten.mean.default: _SUM,
     _aten.mean.dim: _SUM,
-    _aten.prod.default: _SUM,
-    _aten.prod.dim_int: _SUM,
+    _aten.prod.default: _PRODUCT,
+    _aten.prod.dim_int: _PRODUCT,
     _aten.linalg_vector_norm.default: _ReductionKernel(),
     _aten.amax.default: _ITEM,
     _aten.amin.default: _ITEM,
@@ -202,7 +205,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
 # The dimensions are an operator's second argument, but for these.
 _DIM_PLACE = {_aten.linalg_vector_norm.default: 2}
 _OF_ALL = {
-    _aten.sum.default, _aten.nansum.default, _aten.mean.default, _aten.prod.default, _aten.max.default, _aten.min.default,
+    _aten.sum.default, _aten.mean.default, _aten.prod.default, _aten.max.default, _aten.min.default,
     _aten.any.default, _aten.all.default, _aten._is_any_true.default, _aten._is_all_true.default,
 }  # fmt: skip
 
@@ -232,7 +235,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     processors = engine.memory.processors(device)
     each = _shared(source.shape, source.stride(), dims, item, kernel.at_once, accumulator, processors)
     # Several kernels add to what cannot hold their sum, or no such pair of numbers (`AccumulationBuffer`).
-    is_held = kernel.is_number and not (half and first.dtype == source.dtype)
+    is_held = kernel.is_number and (kernel.keeps_half or not (half and first.dtype == source.dtype))
     sums = 0 if len(each) == 1 or is_held or first.element_size() >= accumulator else first.numel() * accumulator
     return Kernels(tuple(filter(None, (copied, sums))), tuple(filter(None, each)))
 
