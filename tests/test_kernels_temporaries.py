@@ -144,6 +144,17 @@ def test_a_gradient_that_is_not_contiguous_is_copied_first() -> None:
     assert made(lambda: out.backward(gradient)) == [gradient.nbytes, table.weight.nbytes]
 
 
+@pytest.mark.filterwarnings("ignore:where received a uint8 condition")
+@pytest.mark.parametrize(("dtype", "copied"), [(torch.uint8, 1), (torch.bool, 0)])
+def test_a_condition_of_bytes_is_made_one_of_flags(dtype: torch.dtype, copied: int) -> None:
+    x, condition = torch.zeros(4 * MIB, device="cuda"), torch.zeros(4 * MIB, dtype=dtype, device="cuda")
+    start = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = torch.where(condition, x, x)
+    assert torch.cuda.max_memory_allocated() - start == (4 + copied) * 4 * MIB
+    assert torch.cuda.memory_allocated() - start == result.nbytes
+
+
 def test_what_does_not_fit_is_out_of_memory_and_all_is_given_back() -> None:
     # A version that sorts by all bits.
     gpu.turn_on("A100-40GB,total=1GiB,context=0MiB,torch=2.11")

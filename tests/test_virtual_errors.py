@@ -358,6 +358,14 @@ def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: py
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
         ),
         (
+            lambda: zeros(2).masked_fill_(zeros(2, dtype=torch.uint8), 1),
+            "masked_fill only supports boolean masks, but got dtype Byte",
+        ),
+        (
+            lambda: zeros(2).masked_scatter(zeros(2, dtype=torch.uint8), zeros(2)),
+            "masked_scatter_ only supports boolean masks, but got mask with dtype Byte",
+        ),
+        (
             lambda: torch.mm(zeros(3, 3), zeros(3, 3, dtype=torch.float16)),
             "expected mat1 and mat2 to have the same dtype, but got: float != c10::Half",
         ),

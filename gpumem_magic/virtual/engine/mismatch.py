@@ -42,6 +42,15 @@ _BY_WRAPPER = set(overloads("clamp.Tensor clamp_.Tensor"))
 _INDEX_PUTS = set(overloads("index_put index_put_ _index_put_impl_"))
 _FILLS = set(overloads("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"))
 
+# What is said of a mask that is not of flags (``cuda/Indexing.cu``).
+_MASKED = {
+    **dict.fromkeys(_FILLS, "masked_fill only supports boolean masks, but got dtype {}"),
+    **dict.fromkeys(
+        overloads("masked_scatter masked_scatter_"),
+        "masked_scatter_ only supports boolean masks, but got mask with dtype {}",
+    ),
+}
+
 
 def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = False) -> None:
     """Raises PyTorch's RuntimeError if the tensors are not all on one device.
@@ -149,6 +158,8 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
             f"{_type_name(args[1])} instead (while checking arguments for embedding)"
         )
+    if func in _MASKED and args[1].dtype != torch.bool:
+        raise RuntimeError(_MASKED[func].format(_scalar_name(args[1].dtype)))
     first = _PRODUCTS.get(func)
     if first is not None:
         left, right = args[first], args[first + 1]

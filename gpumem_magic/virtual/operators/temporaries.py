@@ -16,6 +16,8 @@ in ``UnaryOps.cpp``; an H100 with 2.11): a size beside its result, an angle befo
 
 A number to the power of a tensor comes to the device in a tensor of its own (``Pow.cpp`` in ATen/native).
 
+A condition of bytes is made one of flags (`where_self_out` in ``TensorCompare.cpp``), a copy beside the result.
+
 What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
 """
 
@@ -153,6 +155,17 @@ def _bag_by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
 @special(_aten.pow.Scalar, table=BESIDE)
 def _power(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [] if args[0] == 1 else [16 if isinstance(args[0], complex) else 8]
+
+
+def _is_of_flags(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return args[0].dtype is not torch.uint8
+
+
+@special(_aten.where.self, plain=_is_of_flags)
+def _where(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    with pushed(engine.mode):
+        flags = args[0].bool()
+    return engine.run(func, (flags, *args[1:]), kwargs, device)
 
 
 _BILINEAR = _ZEROS = 0
