@@ -1463,7 +1463,9 @@ def test_every_detector_has_a_case() -> None:
     modules = [import_module(f"{causes.__name__}.{one.name}") for one in pkgutil.iter_modules(causes.__path__)]
     told = set(re.findall(r'Cause\(\s*f?"(\w+)(?:\{kind\})?"', "".join(inspect.getsource(one) for one in modules)))
     told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback", shortage.NAME}
-    assert told == {case.tells for case in GUILTY}
+    # (A cell has no process group: `test_virtual_distributed` has their cases.)
+    of_ranks = {"gradients_in_buckets", "buckets_made_anew"}
+    assert told == {case.tells for case in GUILTY} | of_ranks
     defined = {
         name
         for module in modules
