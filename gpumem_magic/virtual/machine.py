@@ -59,6 +59,7 @@ from gpumem_magic.virtual.operators import (
     jagged,
     kept_inputs,
     known_zeros,
+    own_formulas,
     recurrent,
     workspaces,
 )
@@ -360,6 +361,7 @@ class VirtualMachine:
             attempt(self.attention.install)
             attempt(jagged.install, self.attention.gpu)
             attempt(composites.install)
+            attempt(own_formulas.install)
             attempt(known_zeros.install)
             attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)

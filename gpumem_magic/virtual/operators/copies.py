@@ -568,10 +568,13 @@ def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
     return [elements * tested, elements] if tested < 10 * elements**0.145 else []
 
 
-@special(_aten.renorm.default, table=BESIDE)
+@special(*overloads("renorm renorm_ renorm.out"), table=BESIDE)
 def _renormed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """The norms."""
-    return [args[0].shape[args[2]] * accumulator(args[0].dtype).itemsize]
+    """The norms, and where they aren't of the result's type its factors (``Normalization.cpp``)."""
+    source, kind = args[0], accumulator(args[0].dtype)
+    rows = source.shape[args[2]]
+    norms = rows * (kind.to_real() if kind.is_complex else kind).itemsize
+    return [norms, rows * source.element_size()] if kind.is_complex or kind != source.dtype else [norms]
 
 
 @special(_aten._foreach_norm.Scalar)

@@ -247,7 +247,7 @@ def _placed(engine: Engine, shape: tuple[int, ...], dtype: torch.dtype, device: 
     return tensor
 
 
-def _found(engine: Engine, device: int, source: Any, count: int) -> Any:
+def found_among(engine: Engine, device: int, source: Any, count: int) -> Any:
     """The positions of so many elements, those of each dimension side by side."""
 
     def make() -> Any:
@@ -275,10 +275,10 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        return _found(engine, device, args[0], int(host.count_nonzero()))
+        return found_among(engine, device, args[0], int(host.count_nonzero()))
     count = engine.selected("nonzero", _most(engine, args[0]))
     values.selects_all(args[0], count)
-    return _found(engine, device, args[0], count)
+    return found_among(engine, device, args[0], count)
 
 
 @special(_aten.masked_select.default)

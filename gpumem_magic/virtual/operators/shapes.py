@@ -94,15 +94,6 @@ def _batch_norm_reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device
 # ---- results whose sizes depend on values
 
 
-@special(_aten._unique.default)
-def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    source = args[0]
-    inverse = args[2] if len(args) > 2 else kwargs.get("return_inverse", False)
-    count = engine.selected("unique", source.numel())
-    shape = tuple(source.shape) if inverse else (0,)
-    return _placed(engine, (count,), source.dtype, device), _placed(engine, shape, torch.int64, device)
-
-
 @special(_aten._to_sparse.default, _aten._to_sparse.sparse_dim)
 def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]

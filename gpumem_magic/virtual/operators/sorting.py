@@ -143,10 +143,11 @@ def hold_for_selection(engine: Engine, device: int, source: Any, dim: int) -> No
                 pass
 
 
-@special(_aten._unique2.default)
+@special(_aten._unique2.default, _aten._unique.default)
 def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     flags = dict(zip(("sorted", "return_inverse", "return_counts"), args[1:], strict=False)) | kwargs
-    return _distinct(engine, device, args[0], flags, is_sorted=False)
+    found = _distinct(engine, device, args[0], flags, is_sorted=False)
+    return found if func is _aten._unique2.default else found[:2]
 
 
 def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: bool) -> Any:

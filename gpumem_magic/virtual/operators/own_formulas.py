@@ -1,0 +1,214 @@
+"""Operators with a gradient that C++ works out in another way for meta tensors and subclasses, as virtual tensors are: they get a
+node of their own here, whose formula is the one for CUDA (``FunctionsManual.cpp``).
+
+`isTensorSubclassLike` has C++ take a way without sizes that depend on values: the gradient of `prod` the one for zeros, even
+where there are none, and that of `masked_fill`'s value a whole tensor where a device selects. `toAccumulateType` has `renorm`
+find its norms in double precision, as the host does. So it is from PyTorch 2.1 to 2.13.
+
+The formulas are differentiated in their turn, so a gradient's gradient is that of the device's way, too. What C++ makes in one
+expression it makes from right to left, and lets go of at its end; its variables go in the opposite order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.operators.data_dependent import found_among
+
+# Of a call: the context, the gradient, what was kept; gives the gradients of the operator's arguments.
+_Formula = Callable[[Any, torch.Tensor], tuple[Any, ...]]
+
+
+def _with_node(operator: Any, name: str, keeps: tuple[int, ...], with_result: bool, formula: _Formula) -> Any:
+    """A kernel for tensors with a gradient. keeps: the arguments that the node keeps; name: C++'s for it."""
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, kwargs: Any, *args: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                out = operator(*args, **kwargs)
+            ctx.save_for_backward(*(args[place] for place in keeps), *([out] if with_result else []))
+            ctx.args = [None if isinstance(one, torch.Tensor) else one for one in args]
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return (None, *formula(ctx, *gradients))
+
+    # What a program that prints `grad_fn` reads.
+    kind = Node._backward_cls
+    kind.__name__, kind.__qualname__, kind.__module__ = name, name, "builtins"
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [one for one in args if isinstance(one, torch.Tensor)]
+        # How `vmap` and forward derivatives go through it is known for C++'s node.
+        if (
+            not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
+            or not isinstance(args[0], VirtualTensor)
+            or torch._C._are_functorch_transforms_active()
+            or any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+        ):
+            key = torch._C.DispatchKey
+            return operator.redispatch(keys.remove(key.AutogradCUDA).add(key.AutogradMeta), *args, **kwargs)
+        whole = [*args, *(one.default_value for one in operator._schema.arguments[len(args) :] if not one.kwarg_only)]
+        return Node.apply(kwargs, *whole)  # type: ignore[no-untyped-call]
+
+    return kernel
+
+
+# ---- prod
+
+
+def _prod_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    """Of all elements."""
+    source, result = ctx.saved_tensors
+    source = source.to(gradient.dtype)
+    if not source.dim():
+        return (gradient,)
+    places = _zeros_of(source)
+    if not places.shape[0]:
+        return (_times(gradient, result, source),)
+    if not torch.is_grad_enabled() and places.shape[0] > 1:
+        return (torch.zeros_like(source, memory_format=torch.contiguous_format),)
+    return (_prod_with_zeros(gradient, source.contiguous().view(-1), 0).view_as(source),)
+
+
+def _prod_along_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    source, result = ctx.saved_tensors
+    dim, keeps_dim = ctx.args[1:3]
+    source = source.to(gradient.dtype)
+    if not source.dim():
+        return gradient, None, None
+    if not keeps_dim:
+        gradient, result = gradient.unsqueeze(dim), result.unsqueeze(dim)
+    zeros = source == 0
+    counts = zeros.sum(dim, True)
+    counts.sum()
+    found = _prod_with_zeros(gradient, source, dim) if _has_zeros(source) else _times(gradient, result, source)
+    del counts
+    return found, None, None
+
+
+def _times(gradient: Any, result: Any, source: Any) -> Any:
+    return gradient * (result / source).conj()
+
+
+def _prod_with_zeros(gradient: Any, source: Any, dim: int) -> Any:
+    """The product of those before each and of those behind it."""
+    if not source.numel():
+        return gradient.expand_as(source)
+    size = source.shape[dim]
+    if size == 1:
+        return gradient
+    shape = list(source.shape)
+    shape[dim] = 1
+    ones = gradient.new_ones(shape)
+    before = torch.cat([ones, source.narrow(dim, 0, size - 1)], dim)
+    before_each = before.cumprod(dim)
+    turned = source.narrow(dim, 1, size - 1).flip(dim)
+    behind = torch.cat([ones, turned], dim)
+    del turned, ones
+    behind_each = behind.cumprod(dim).flip(dim)
+    found = gradient * (before_each * behind_each).conj()
+    del behind_each, behind, before_each, before
+    return found
+
+
+def _has_zeros(source: Any) -> bool:
+    """Values that are not known count as though none of them were zero."""
+    host = values.exact(source)
+    return host is not None and bool((host == 0).any())
+
+
+def _zeros_of(source: Any) -> Any:
+    """Where they are."""
+    zeros = source == 0
+    if values.exact(source) is not None:
+        return zeros.nonzero()
+    return found_among(cast(Engine, engine_of(zeros)), zeros.get_device(), zeros, 0)
+
+
+# ---- masked_fill, by a tensor
+
+
+def _masked_fill_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    (mask,) = ctx.saved_tensors
+    of_source = gradient.masked_fill(mask, 0) if ctx.needs_input_grad[1] else None
+    return of_source, None, gradient.masked_select(mask).sum() if ctx.needs_input_grad[3] else None
+
+
+# ---- renorm
+
+
+def _renorm_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    (source,) = ctx.saved_tensors
+    p, dim, most = ctx.args[1:4]
+    others = [place for place in range(source.dim()) if place != dim % source.dim()]
+    kind = accumulator(source.dtype)
+    norm = torch.linalg.vector_norm(source, p, others, keepdim=True, dtype=kind)
+    product = source.conj() * gradient
+    if kind.is_complex:
+        product = torch.real(product)
+    summed = product.sum(others, keepdim=True, dtype=norm.dtype)
+    del product
+    of_norm = norm_backward(summed, source, float(p), norm, others)
+    del summed
+    inverse = (norm + 1e-7).reciprocal()
+    scaled = inverse * of_norm
+    less = gradient - scaled
+    largest = most * inverse
+    shrunk = largest * less
+    del largest, less, scaled
+    shrunk_too = shrunk.to(gradient.dtype)
+    found = torch.where(norm > most, shrunk_too, gradient)
+    del shrunk_too, shrunk, inverse, of_norm, norm
+    return found, None, None, None
+
+
+def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[int]) -> Any:
+    """Where the dimensions are kept. (No gradient in the case of p = 0.)"""
+    if p == 0:
+        return torch.zeros_like(source)
+    if p == 1:
+        return source.sgn() * gradient
+    if p == 2:
+        scaled, zeros = source / norm, norm == 0
+        found = gradient * scaled.masked_fill_(zeros, 0)
+        del zeros, scaled
+        return found
+    if p == float("inf"):
+        sizes = source.abs()
+        mask = sizes.eq(norm).logical_or(sizes.isnan())
+        return source.sgn() * ((gradient / mask.sum(dims, True)) * mask)
+    if p < 1:
+        scaled = source.sgn() * source.abs().pow_(p - 1).masked_fill_(source == 0, 0)
+        return scaled * gradient * norm.pow(1 - p)
+    scaled = source.sgn() * source.abs().pow_(p - 1) if p < 2 else source * source.abs().pow_(p - 2)
+    by_norm = gradient / norm.pow(p - 1)
+    by_norm.masked_fill_(norm == 0, 0)
+    return scaled * by_norm
+
+
+_NODES = {
+    operator: _with_node(operator, name, keeps, with_result, formula)
+    for operator, name, keeps, with_result, formula in (
+        (_aten.prod.default, "ProdBackward0", (0,), True, _prod_backward),
+        (_aten.prod.dim_int, "ProdBackward1", (0,), True, _prod_along_backward),
+        (_aten.masked_fill.Tensor, "MaskedFillBackward1", (1,), False, _masked_fill_backward),
+        (_aten.renorm.default, "RenormBackward0", (0,), False, _renorm_backward),
+    )
+}
+
+
+def install(patches: Patches) -> None:
+    """Gives the operators these nodes, for tensors of the virtual devices."""
+    patches.kernels("AutogradCUDA", _NODES.items(), with_keys=True)

@@ -1,0 +1,160 @@
+"""Gradients that C++ works out in another way for subclasses of tensors: those of a device here, in memory and in value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import own_formulas
+
+
+@pytest.fixture
+def device() -> Any:
+    yield gpu.turn_on("H100,torch=2.11")
+    gpu.turn_off()
+
+
+@pytest.fixture
+def computing() -> Any:
+    yield gpu.turn_on("H100,torch=2.11,values=real")
+    gpu.turn_off()
+
+
+def requested(work: Any) -> list[int]:
+    """The sizes that were asked for."""
+    torch.cuda.memory._record_memory_history(None)
+    torch.cuda.memory._record_memory_history(context=None)
+    result = work()
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    torch.cuda.memory._record_memory_history(None)
+    del result
+    return [event["size"] for event in events if event["action"] == "alloc"]
+
+
+def gradients(result: Any, *leaves: Any) -> list[int]:
+    given = torch.ones_like(result)
+    return requested(lambda: torch.autograd.grad(result, leaves, given))
+
+
+# Of 4 x 6 numbers: 96 bytes as float32, a mask of 24.
+def source(**kwargs: Any) -> Any:
+    return torch.arange(1.0, 25.0, **kwargs).view(4, 6)
+
+
+def test_prod_of_what_has_no_zeros_is_divided_by_the_numbers(device: Any) -> None:
+    x = source().cuda().requires_grad_()
+    # The mask of zeros, how many each of six columns has (as numbers of eight bytes: first the mask so), how many in all;
+    # the quotient and its product.
+    assert gradients(x.prod(0), x) == [24, 48, 192, 8, 96, 96]
+
+
+def test_prod_with_a_zero_multiplies_what_is_before_and_behind(device: Any) -> None:
+    host = source()
+    host[1, 2] = 0
+    x = host.cuda().requires_grad_()
+    # After the same search: ones, and with three rows of four their products; the three others turned, with ones, their products,
+    # and these turned; both together, and the gradient.
+    assert gradients(x.prod(0), x) == [24, 48, 192, 8, 24, 96, 96, 72, 96, 96, 96, 96, 96]
+
+
+def test_masked_fill_by_a_tensor_selects_its_gradient(device: Any) -> None:
+    mask = torch.zeros(4, 6, dtype=torch.bool)
+    mask[0, :3] = True
+    x, value = source().cuda().requires_grad_(), torch.tensor(2.0, device="cuda", requires_grad=True)
+    found = gradients(x.masked_fill(mask.cuda(), value), x, value)
+    # The gradient of x first; in the end the three numbers that were selected, and their sum.
+    assert found[0] == 96
+    assert found[-2:] == [12, 4]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "item", "factors"), [(torch.float32, 4, []), (torch.float16, 2, [8]), (torch.complex64, 8, [32])]
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_renorm_holds_norms_in_single_precision(
+    device: Any, dtype: torch.dtype, item: int, factors: list[int], in_place: bool
+) -> None:
+    x = source().to(dtype).cuda()
+    work = (lambda: x.renorm_(2, 0, 1)) if in_place else (lambda: x.renorm(2, 0, 1))
+    # A norm of four bytes for each row; factors of the result's type where that is another.
+    assert requested(work) == [*([] if in_place else [24 * item]), 16, *factors]
+
+
+def test_renorms_gradient_is_in_single_precision(device: Any) -> None:
+    x = source().cuda().requires_grad_()
+    # Norms, the product with the gradient, its sums; of the norms' gradient the quotient, a mask of four flags, the product;
+    # the inverse norms in two steps, their product with it, what is left of the gradient, the factors, the product; a mask, and
+    # which of both counts.
+    of_norm, shrunk = [96, 4, 96], [16, 16, 96, 96, 16, 96]
+    assert gradients(x.renorm(2, 0, 1), x) == [16, 96, 16, *of_norm, *shrunk, 4, 96]
+
+
+def test_index_fill_sorts_its_indices_for_the_values_gradient(device: Any) -> None:
+    x, value = source().cuda().requires_grad_(), torch.tensor(2.0, device="cuda", requires_grad=True)
+    index = torch.tensor([0, 2], device="cuda")
+    found = gradients(x.index_fill(0, index, value), x, value)
+    # x's; the indices in order, the sort's, the found ones and how many, what CUB compares in; two rows of the gradient; the sum.
+    assert found[0] == 96
+    assert found[1] == 16
+    assert found[3:5] == [16, 8]
+    assert found[-2:] == [48, 4]
+
+
+def both(work: Any, *hosts: Any) -> list[tuple[Any, Any]]:
+    """The result with its gradients and their own, on the host and on the device."""
+    sides = []
+    for where in ("cpu", "cuda"):
+        leaves = [host.clone().to(where).requires_grad_() for host in hosts]
+        out = work(*leaves)
+        first = torch.autograd.grad(out, leaves, torch.ones_like(out), create_graph=True)
+        again = [one for one in first if one.requires_grad]
+        second = torch.autograd.grad(again, leaves, [torch.ones_like(one) for one in again], allow_unused=True)
+        sides.append([one.detach().cpu() for one in (out, *first, *second) if one is not None])
+    return list(zip(*sides, strict=True))
+
+
+@pytest.mark.parametrize("zeros", [[], [(1, 2)], [(1, 2), (3, 2)]])
+@pytest.mark.parametrize("work", [lambda x: x.prod(), lambda x: x.prod(0), lambda x: torch.prod(x, 1, True)])
+def test_gradients_of_prod_are_right(computing: Any, work: Any, zeros: Any) -> None:
+    host = source() / 8
+    for place in zeros:
+        host[place] = 0
+    for expected, found in both(work, host):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("p", [0.5, 1, 1.5, 2, 3, math.inf])
+def test_gradients_of_renorm_are_right(computing: Any, p: float) -> None:
+    for expected, found in both(lambda x: x.renorm(p, 0, 0.5), source() / 8):
+        torch.testing.assert_close(found, expected)
+
+
+def test_gradients_of_masked_fill_are_right(computing: Any) -> None:
+    for expected, found in both(lambda x, value: (x * 2).masked_fill(x > 2, value), source() / 8, torch.tensor(3.0)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_function_transforms_go_through(computing: Any) -> None:
+    x = source().cuda() / 8
+    per_row = torch.func.vmap(torch.func.grad(lambda row: row.prod()))(x)
+    torch.testing.assert_close(per_row, x.prod(1, True) / x)
+    tangent = torch.func.jvp(lambda row: row.prod(), (x[0],), (x[0],))[1]
+    torch.testing.assert_close(tangent, 6 * x[0].prod())
+
+
+@pytest.mark.parametrize("operator", list(own_formulas._NODES), ids=str)
+def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> None:
+    def node(where: str) -> str:
+        x = source().to(where).requires_grad_()
+        more = {
+            "prod.dim_int": [0],
+            "masked_fill.Tensor": [x.detach() > 2, torch.tensor(1.0, device=where)],
+            "renorm": [2, 0, 1],
+        }
+        return type(operator(x, *more.get(operator.__name__.removesuffix(".default"), [])).grad_fn).__name__
+
+    assert node("cuda") == node("cpu")
