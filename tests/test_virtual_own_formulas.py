@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators import own_formulas
@@ -24,20 +25,9 @@ def computing() -> Any:
     gpu.turn_off()
 
 
-def requested(work: Any) -> list[int]:
-    """The sizes that were asked for."""
-    torch.cuda.memory._record_memory_history(None)
-    torch.cuda.memory._record_memory_history(context=None)
-    result = work()
-    events = torch.cuda.memory._snapshot()["device_traces"][0]
-    torch.cuda.memory._record_memory_history(None)
-    del result
-    return [event["size"] for event in events if event["action"] == "alloc"]
-
-
 def gradients(result: Any, *leaves: Any) -> list[int]:
     given = torch.ones_like(result)
-    return requested(lambda: torch.autograd.grad(result, leaves, given))
+    return made(lambda: torch.autograd.grad(result, leaves, given))
 
 
 # Of 4 x 6 numbers: 96 bytes as float32, a mask of 24.
@@ -81,7 +71,7 @@ def test_renorm_holds_norms_in_single_precision(
     x = source().to(dtype).cuda()
     work = (lambda: x.renorm_(2, 0, 1)) if in_place else (lambda: x.renorm(2, 0, 1))
     # A norm of four bytes for each row; factors of the result's type where that is another.
-    assert requested(work) == [*([] if in_place else [24 * item]), 16, *factors]
+    assert made(work) == [*([] if in_place else [24 * item]), 16, *factors]
 
 
 def test_renorms_gradient_is_in_single_precision(device: Any) -> None:

@@ -18,6 +18,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
+from gpumem_magic.virtual.engine.calls import with_size
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     dim_of_size,
@@ -247,7 +248,7 @@ class KnownEngine(ComputingEngine):
             self._along = dim_of_size(func, args, kwargs)
         try:
             if ahead is not None and func is _aten.repeat_interleave.Tensor:
-                kwargs = {**kwargs, "output_size": ahead[1].shape[0]}
+                kwargs = with_size(kwargs, ahead[1].shape[0])
             out = super().perform(func, args, kwargs, device)
         except CannotRun:
             if ahead is None:

@@ -19,7 +19,7 @@ from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.alike import Answer
-from gpumem_magic.virtual.engine.calls import node_now, sparse_layout
+from gpumem_magic.virtual.engine.calls import node_now, sparse_layout, with_size
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     comes_first,
@@ -323,7 +323,7 @@ class RealEngine(ComputingEngine):
             try:
                 if func is _aten.repeat_interleave.Tensor:
                     self._ahead = self._ahead or self._computed(func, args, kwargs, device)
-                    kwargs = {**kwargs, "output_size": self._ahead[1].shape[0]}
+                    kwargs = with_size(kwargs, self._ahead[1].shape[0])
                 out = super().perform(func, args, kwargs, device)
             except CannotRun:
                 # What has no shape rule has a shape where it is computed.

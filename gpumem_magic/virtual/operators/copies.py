@@ -530,15 +530,24 @@ def _check_deviation(engine: Engine, deviation: Any) -> None:
         engine.table.drain()
 
 
-@special(_aten._chunk_cat.default, _aten._chunk_cat.out, table=BESIDE)
-def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``)."""
+@special(_aten._chunk_cat.default, _aten._chunk_cat.out)
+def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``). Of
+    others than plain ones, those that don't divide evenly are copied with what is missing first (``TensorShape.cpp``)."""
     sources, dim, chunks = args[:3]
-    if not all(map(is_dense, sources)):
-        return []
     rows = [-(-one.shape[dim] // chunks) * prod(one.shape[dim + 1 :]) for one in sources]
+    if not all(one.is_contiguous() for one in sources):
+        padded = [
+            chunks * row * prod(one.shape[:dim]) * one.element_size()
+            for one, row in zip(sources, rows, strict=True)
+            if one.shape[dim] % chunks
+        ]
+        with engine.scratch(device, *padded):
+            return engine.run(func, args, kwargs, device)
+    out = engine.run(func, args, kwargs, device)
     blocks = sum(-(-count * out.element_size() // _BLOCK) for count in rows)
-    return [8 * (6 * len(rows) + 2 + blocks)]
+    with engine.scratch(device, 8 * (6 * len(rows) + 2 + blocks)):
+        return out
 
 
 # Since when that is one kernel. (2.6 has it, 2.1 does not; between them it is not known.)
@@ -561,11 +570,39 @@ def _pieces_copied(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
     return [8 * (4 * len(pieces) + 1 + sum(-(-piece // at_once) for piece in pieces))]
 
 
-@special(_aten.isin.Tensor_Tensor, table=BESIDE)
-def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """Each element is compared with each, where these are few (``TensorCompare.cpp``); what sorts them is not known here."""
-    elements, tested = args[0].numel(), args[1].numel()
-    return [elements * tested, elements] if tested < 10 * elements**0.145 else []
+@special(_aten.isin.Tensor_Tensor, _aten.isin.Tensor_Tensor_out)
+def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Each element is compared with each, where these are few, else they are sorted together (``TensorCompare.cpp``)."""
+    elements, tested = args[:2]
+    out = engine.run(func, args, kwargs, device)
+    if tested.numel() < 10 * elements.numel() ** 0.145:
+        with engine.scratch(device, elements.numel() * tested.numel(), elements.numel()):
+            return out
+    with pushed(engine.mode):
+        _sorted_together(elements, tested, kwargs.get("assume_unique", False), kwargs.get("invert", False))
+    return out
+
+
+def _sorted_together(elements: torch.Tensor, tested: torch.Tensor, assume_unique: bool, invert: bool) -> None:
+    order = None
+    if assume_unique:
+        elements, tested = elements.ravel(), tested.ravel()
+    else:
+        elements, order = torch._unique(elements, sorted=False, return_inverse=True)
+        tested, _ = torch._unique(tested, sorted=False)
+    both = torch.cat([elements, tested])
+    del tested, elements
+    ordered, places = both.sort(stable=True)
+    twice = torch.empty_like(ordered, dtype=torch.bool)
+    following, before = ordered[1:], ordered[:-1]
+    twice[:-1].copy_(following.ne(before) if invert else following.eq(before))
+    twice[-1:].fill_(invert)
+    mask = torch.empty_like(twice)
+    mask.index_copy_(0, places, twice)
+    if order is not None:
+        mask[order]
+    # C++ lets go of the last first, but for the pair that the sort gives.
+    del mask, following, before, twice, ordered, places, both
 
 
 @special(*overloads("renorm renorm_ renorm.out"), table=BESIDE)

@@ -15,7 +15,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import supplied, values
 from gpumem_magic.virtual.engine.asserts import asserted
-from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of, users_line, with_constants
+from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
@@ -430,6 +430,7 @@ def _about_groups(groups: int, processors: int) -> tuple[int, int]:
 @special(_aten.repeat_interleave.Tensor)
 def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     size = kwargs.get("output_size")
+    is_counted = size is None or isinstance(size, Counted)
     if size is None:
         # There is no largest size here; every element once is what a program with stand-in counts can go on with.
         engine.other_sizes["of `repeat_interleave` each element once"] += 1
@@ -438,6 +439,11 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
     # Where each one's repetitions end (``Repeat.h`` in ATen/native).
     with pushed(engine.mode):
         ends = args[0].cumsum(0) if args[0].numel() else None
+        if is_counted and ends is not None:
+            # Whether none is negative.
+            places = args[0] >= 0
+            places.all()
+            del places
     out = _placed(engine, (size,), args[0].dtype, device)
     del ends
     return out

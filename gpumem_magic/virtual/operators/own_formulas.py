@@ -187,8 +187,16 @@ def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[in
         return found
     if p == float("inf"):
         sizes = source.abs()
-        mask = sizes.eq(norm).logical_or(sizes.isnan())
-        return source.sgn() * ((gradient / mask.sum(dims, True)) * mask)
+        equal, unknown = sizes.eq(norm), sizes.isnan()
+        mask = equal.logical_or(unknown)
+        del unknown, equal
+        counts = mask.sum(dims, True)
+        shares = gradient / counts
+        spread = shares * mask
+        signs = source.sgn()
+        found = signs * spread
+        del signs, spread, shares, counts, mask, sizes
+        return found
     if p < 1:
         scaled = source.sgn() * source.abs().pow_(p - 1).masked_fill_(source == 0, 0)
         return scaled * gradient * norm.pow(1 - p)

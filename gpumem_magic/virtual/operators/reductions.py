@@ -18,6 +18,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.modes import pushed
 
 _aten = torch.ops.aten
 
@@ -282,3 +283,38 @@ def _indexable(plan: _Plan) -> list[_Plan]:
     for size in (half, plan.shape[place] - half):
         parts += _indexable(plan._replace(shape=(*plan.shape[:place], size, *plan.shape[place + 1 :])))
     return parts
+
+
+@special(_aten.segment_reduce.default)
+def _segments(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Where each segment begins, as sums of the lengths, or the lengths between these (``SegmentReduce.cpp`` and ``.cu``).
+    Single numbers are reduced by CUB, which asks for a byte."""
+    data, lengths = args[0], kwargs.get("lengths")
+    with pushed(engine.mode):
+        if lengths is not None and not kwargs.get("unsafe", False):
+            lengths.min()
+            sums = lengths.sum(-1)
+            fits = sums == data.shape[kwargs.get("axis", 0)]
+            found = fits.all()
+            del found, fits, sums
+        out = engine.run(func, args, kwargs, device)
+        held = _bounds_of_segments(lengths, kwargs.get("offsets"))
+    with engine.scratch(device, *([1] if data.dim() == 1 else [])):
+        pass
+    del held
+    return out
+
+
+@special(_aten._segment_reduce_backward.default)
+def _segments_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    out = engine.run(func, args, kwargs, device)
+    with pushed(engine.mode):
+        _bounds_of_segments(kwargs.get("lengths"), kwargs.get("offsets"))
+    return out
+
+
+def _bounds_of_segments(lengths: Any, offsets: Any) -> Any:
+    if lengths is None:
+        return None if offsets is None else offsets.diff()
+    bounds = torch.cat([lengths.new_zeros((*lengths.shape[:-1], 1)), lengths], -1)
+    return bounds.cumsum_(-1)

@@ -20,7 +20,7 @@ from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.refusals import cannot_run
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.data_dependent import _placed
+from gpumem_magic.virtual.operators.data_dependent import _placed, found_among
 
 
 def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
@@ -107,8 +107,13 @@ def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
         count = engine.selected("to_sparse", places)
     else:
         count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
+    shape = (count, *source.shape[dims:])
+    # The places that are not zero, of which the indices are a copy, as the values are of what is there (``SparseCsrTensor.cpp``).
+    places = found_among(engine, device, source, count) if source.dim() and dims == source.dim() else None
     indices = _placed(engine, (dims, count), torch.int64, device)
-    made = _placed(engine, (count, *source.shape[dims:]), source.dtype, device)
+    with engine.scratch(device, *([] if places is None else [math.prod(shape) * source.element_size()])):
+        made = _placed(engine, shape, source.dtype, device)
+    del places
     return torch.sparse_coo_tensor(indices, made, source.shape, check_invariants=False)._coalesced_(True)
 
 

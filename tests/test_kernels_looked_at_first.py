@@ -1,0 +1,79 @@
+"""What operators look at before or beside their kernel: lengths of segments, counts, what is not zero, what lies plainly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from asked_for import made
+
+from gpumem_magic.virtual import gpu
+
+# CUB's scan of few elements: a tile state of 1,024 with 255 to round up its start.
+SCAN = 1279
+
+
+@pytest.fixture(autouse=True)
+def machine() -> Iterator[Any]:
+    yield gpu.turn_on("H100,torch=2.11")
+    gpu.turn_off()
+
+
+def on_device(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers, device="cuda")
+
+
+@pytest.mark.parametrize(("shape", "byte"), [((6,), [1]), ((6, 2), [])])
+def test_segments_by_length(shape: tuple[int, ...], byte: list[int]) -> None:
+    data, lengths = torch.ones(shape, device="cuda"), on_device(1, 2, 3)
+    result = 4 * 3 * (2 if len(shape) > 1 else 1)
+    # The shortest; their sum, whether it fits, for all; the result; a zero before the lengths, both, their sums.
+    looked = [8, 8, 1, 1]
+    assert made(lambda: torch.segment_reduce(data, "sum", lengths=lengths)) == [*looked, result, 8, 32, SCAN, *byte]
+    assert made(lambda: torch.segment_reduce(data, "sum", lengths=lengths, unsafe=True)) == [result, 8, 32, SCAN, *byte]
+
+
+def test_segments_by_their_bounds() -> None:
+    data, offsets = torch.ones(6, 2, device="cuda", requires_grad=True), on_device(0, 1, 3, 6)
+    # The lengths between four bounds.
+    assert made(lambda: torch.segment_reduce(data, "sum", offsets=offsets)) == [24, 24]
+    out = torch.segment_reduce(data, "sum", offsets=offsets)
+    gradient = torch.ones_like(out)
+    assert made(lambda: torch.autograd.grad(out, data, gradient)) == [48, 24]
+
+
+def test_counts_of_repetitions_are_checked_where_no_size_is_given() -> None:
+    counts = on_device(1, 2, 3)
+    # Where each one's end; whether each is positive, and all are; six places.
+    assert made(lambda: torch.repeat_interleave(counts)) == [24, SCAN, 3, 1, 48]
+    assert made(lambda: torch.repeat_interleave(counts, output_size=6)) == [24, SCAN, 48]
+
+
+def test_a_dense_tensor_is_searched_and_copied() -> None:
+    dense = torch.eye(4, device="cuda")
+    searched = made(lambda: dense.nonzero())
+    # Four places of two numbers, copied; four values, copied.
+    assert made(lambda: dense.to_sparse()) == [*searched, 64, 16, 16]
+
+
+def test_elements_are_sorted_with_those_asked_for() -> None:
+    elements, tested = torch.arange(5, device="cuda"), torch.arange(20, device="cuda")
+    both = torch.cat([elements, tested])
+    sort = made(lambda: both.sort(stable=True))
+    found = made(lambda: torch.isin(elements, tested, assume_unique=True))
+    # Which are; both lists, sorted; which follow one that is the same, of 24 and for 25, in the first order.
+    assert found == [5, 200, *sort, 25, 24, 25]
+    # Of few that are asked for each is compared with each.
+    assert made(lambda: torch.isin(elements, tested[:2])) == [5, 10, 5]
+
+
+def test_chunks_of_tensors_that_do_not_lie_plainly_are_padded_first() -> None:
+    plain = [torch.ones(2, 3, device="cuda"), torch.ones(3, 3, device="cuda")]
+    turned = [torch.ones(3, 2, device="cuda").t(), torch.ones(3, 3, device="cuda").t()]
+    result = 3 * 6 * 4
+    # Two tensors, of which each is one block: 6 x 2 + 2 + 2 numbers.
+    assert made(lambda: torch._chunk_cat(plain, 0, 3)) == [result, 128]
+    # The one with two rows is copied with a third.
+    assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [36, result]
