@@ -77,3 +77,24 @@ def test_chunks_of_tensors_that_do_not_lie_plainly_are_padded_first() -> None:
     assert made(lambda: torch._chunk_cat(plain, 0, 3)) == [result, 128]
     # The one with two rows is copied with a third.
     assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [36, result]
+
+
+@pytest.mark.parametrize(
+    ("columns", "dtype", "buffer"),
+    [(2, torch.float32, 15), (1, torch.float32, 23), (1, torch.float16, 4 * 4 + 8 + 142)],
+)
+def test_a_matrix_in_rows_is_added_to_zeros(columns: int, dtype: torch.dtype, buffer: int) -> None:
+    # Four elements: one stretch of 24 and one more, of eight bytes each, without the last byte; alike with other stretches.
+    rows = torch.eye(4, dtype=dtype).to_sparse_csr().cuda()
+    dense = torch.ones(4, columns, dtype=dtype, device="cuda")
+    size = 4 * columns * dtype.itemsize
+    assert made(lambda: rows @ dense) == [size, size, buffer]
+    assert made(lambda: rows @ dense[:, 0]) == [4 * dtype.itemsize, *([23] if dtype == torch.float32 else [166])]
+    assert made(lambda: torch.addmm(dense, rows, dense)) == [size, buffer]
+
+
+def test_a_matrix_of_coordinates_works_in_a_few_bytes() -> None:
+    coordinates = torch.eye(4).to_sparse().cuda()
+    dense = torch.ones(4, 2, device="cuda")
+    # Zeros and the result; rows in compressed form from 32 bits, columns, the result by columns; three numbers less a byte.
+    assert made(lambda: coordinates @ dense) == [32, 32, 20, 16, 16, 32, 11]

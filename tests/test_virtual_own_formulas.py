@@ -148,3 +148,30 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
         return type(operator(x, *more.get(operator.__name__.removesuffix(".default"), [])).grad_fn).__name__
 
     assert node("cuda") == node("cpu")
+
+
+@pytest.mark.parametrize("zeros", [[], [(1, 2)], [(1, 2), (3, 2), (1, 4)]])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_gradients_of_cumprod_are_right(computing: Any, zeros: Any, dim: int) -> None:
+    host = source() / 8
+    for place in zeros:
+        host[place] = 0
+    for expected, found in both(lambda x: x.cumprod(dim), host):
+        torch.testing.assert_close(found, expected)
+    x, y = host.clone().cuda().requires_grad_(), host.clone().requires_grad_()
+    (x.cumprod(dim).sum() + x.sum()).backward()
+    (y.cumprod(dim).sum() + y.sum()).backward()
+    torch.testing.assert_close(x.grad.cpu(), y.grad)
+
+
+def test_cumprod_with_a_zero_looks_before_at_and_behind_it(device: Any) -> None:
+    host = source()
+    host[1, 2] = 0
+    x = host.cuda().requires_grad_()
+    found = gradients(x.cumprod(0), x)
+    # Weighted, which are zero, whether any; the gradient; how many zeros so far, of flags made numbers.
+    assert found[:6] == [96, 24, 1, 96, 192, 192]
+    # Those before the first, the others, what is left without them; turned, added up, turned back.
+    assert found[6:12] == [24, 24, 96, 96, 96, 96]
+    x = source().cuda().requires_grad_()
+    assert gradients(x.cumprod(0), x) == [96, 24, 1, 96, 96, 96, 96]

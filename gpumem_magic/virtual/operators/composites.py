@@ -192,27 +192,83 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
-    """The short way that there is without zeros (``FunctionsManual.cpp``), which values that are not known count as. C++ takes
-    the long one for subclasses of tensors."""
+    """The short way that there is without zeros (``FunctionsManual.cpp``), which values that are not known count as, or what is
+    before, at and behind the first zero. C++ takes other ways for subclasses of tensors. (With zeros and a graph its own is taken
+    here.)"""
     host = values.exact(input) if isinstance(input, VirtualTensor) else None
     has_zeros = host is not None and bool((host == 0).any())
-    if torch.is_grad_enabled() or has_zeros or not isinstance(input, VirtualTensor):
+    if not isinstance(input, VirtualTensor) or (has_zeros and torch.is_grad_enabled()):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
         return _aten.cumprod_backward.default._op_dk(usual, grad, input, dim, output)  # type: ignore[no-any-return]
-    if not input.dim() or input.numel() <= 1:
+    if input.numel() <= 1 or input.shape[dim] == 1:
         return grad
     weighted = output.conj() * grad
     zeros = input == 0
     zeros.any()
+    found = (
+        _around_zeros(grad, input, dim, output, weighted, zeros)
+        if has_zeros
+        else _turned_sums(weighted, dim, input, False)
+    )
+    del zeros
+    return found
+
+
+def _turned_sums(weighted: torch.Tensor, dim: int, input: torch.Tensor, in_place: bool) -> torch.Tensor:
     turned = weighted.flip(dim)
     sums = turned.cumsum(dim)
     turned_back = sums.flip(dim)
     # C++ lets go of the last first.
     del sums
     del turned
-    found = turned_back.div(input.conj())
-    del turned_back
-    del zeros
+    return turned_back.div_(input.conj()) if in_place else turned_back.div(input.conj())
+
+
+def _around_zeros(
+    grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor, weighted: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    found = grad.new_zeros(input.shape)
+    count = zeros.cumsum(dim)
+    mask = count == 0
+    others = ~mask
+    kept = weighted.masked_fill(others, 0.0)
+    before = _turned_sums(kept, dim, input, True)
+    chosen = before.masked_select(mask)
+    found.masked_scatter_(mask, chosen)
+    del chosen, before, kept, others
+    mask = count == 1
+    first = mask.max(dim, keepdim=True)[1]
+    at_first = torch.zeros_like(mask, memory_format=torch.contiguous_format).scatter_(dim, first, 1).logical_and_(mask)
+    others = ~at_first
+    mask &= others
+    del others
+    others = ~mask
+    numbers = input.conj().masked_fill(others, 1.0)
+    products = numbers.cumprod(dim)
+    apart = count != 1
+    gradients = grad.masked_fill(apart, 0.0)
+    sums = products.mul_(gradients).sum(dim, keepdim=True)
+    ahead = first - 1
+    reached = torch.gather(output.conj(), dim, ahead.relu_())
+    at_begin = first == 0
+    chosen = sums.mul_(reached.masked_fill_(at_begin, 1.0)).masked_select(at_first)
+    found.masked_scatter_(at_first, chosen)
+    del (
+        chosen,
+        at_begin,
+        reached,
+        ahead,
+        sums,
+        gradients,
+        apart,
+        products,
+        numbers,
+        others,
+        at_first,
+        first,
+        mask,
+        count,
+    )
     return found
 
 

@@ -19,7 +19,9 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.data_dependent import _placed
+from gpumem_magic.virtual.operators.sparse import hold_for_cusparse
 from gpumem_magic.virtual.operators.sparse import join as join_coordinates
 from gpumem_magic.virtual.operators.sparse import parts as coordinates
 
@@ -246,7 +248,15 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     if matrix.layout in _IN_BLOCKS:
         # `block_sparse_mm` has the indices in 32 bits.
         held = [_32_BITS * old.compressed.numel(), _32_BITS * old.plain.numel()]
-    elif (matrix.layout is torch.sparse_csr) == (matrix is left):
+    elif matrix.layout is torch.sparse_csr and matrix is left:
+        # (`_sparse_csr_mm` of ``SparseCsrTensorMath.cpp`` adds a product to zeros.)
+        zeros = _placed(engine, shape, matrix.dtype, device) if len(args) < 3 and right.dim() == 2 else None
+        out = _placed(engine, shape, matrix.dtype, device)
+        columns = right.shape[1] if right.dim() > 1 else 1
+        hold_for_cusparse(engine, device, cusparse.by_rows(shape[0], old.elements, columns, matrix.dtype))
+        del zeros
+        return out
+    elif matrix.layout is torch.sparse_csc and matrix is right:
         held = []
     else:
         # The matrix by rows, as cuSPARSE has it on the left.

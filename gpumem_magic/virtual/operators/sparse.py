@@ -19,6 +19,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
 from gpumem_magic.virtual.operators.gradients_that_meet import may_be_stolen
@@ -321,10 +322,16 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         return _dense(engine, shape, sparse.dtype, device)
 
 
+def hold_for_cusparse(engine: Engine, device: int, size: int) -> None:
+    if cusparse.is_known(engine.memory.capability(device), engine.memory.torch_version(device)):
+        with engine.scratch(device, size):
+            pass
+
+
 def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], device: int, adds: bool) -> Any:
     """``s_addmm_out_sparse_dense_cuda`` of SparseCUDATensorMath.cu, as a real H100 was asked for with 2.11.
 
-    Its elements are sorted first where they are not. (What cuSPARSE itself works in was a few hundred bytes, and is left out.)
+    Its elements are sorted first where they are not.
     """
     added = None if adds else _dense(engine, shape, left.dtype, device)
     result = _dense(engine, shape, left.dtype, device)
@@ -335,7 +342,8 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
         with engine.scratch(device, 4 * elements):
             pass
         with engine.scratch(device, 4 * elements, result.nbytes):
-            pass
+            columns = shape[1] if len(shape) > 1 else 1
+            hold_for_cusparse(engine, device, cusparse.by_coordinates(elements, columns, left.dtype))
     del added
     return result
 
