@@ -403,11 +403,14 @@ def test_the_gradient_of_a_cross_entropy_s_target_is_worked_out_in_one_tensor() 
 
 @pytest.mark.parametrize("values", ["stand-in", "auto", "real"])
 def test_repetitions_are_added_up_also_where_their_number_is_known(values: str) -> None:
-    """As an H100 was asked for it: where each one's end, CUB's room for that, the places, and the result."""
+    """As an H100 was asked for it: where each one's end, CUB's room for that, the places, and the result. Without a size it is
+    looked whether each count is positive, and whether all are (``Repeat.h``)."""
     gpu.turn_off()
     gpu.turn_on(f"H100,torch=2.11,values={values}")
     repeats, x = torch.tensor([2] * 100).to("cuda"), torch.zeros(100, 16, device="cuda")
-    assert made(lambda: x.repeat_interleave(repeats, dim=0)) == [800, 1279, 200 * 8, 200 * 16 * 4]
+    places = [200 * 8, 200 * 16 * 4]
+    assert made(lambda: x.repeat_interleave(repeats, dim=0)) == [800, 1279, 100, 1, *places]
+    assert made(lambda: x.repeat_interleave(repeats, dim=0, output_size=200)) == [800, 1279, *places]
     gpu.turn_off()
 
 

@@ -588,8 +588,8 @@ def _sorted_together(elements: torch.Tensor, tested: torch.Tensor, assume_unique
     if assume_unique:
         elements, tested = elements.ravel(), tested.ravel()
     else:
-        elements, order = torch._unique(elements, sorted=False, return_inverse=True)
-        tested, _ = torch._unique(tested, sorted=False)
+        elements, order = _aten._unique.default(elements, False, True)
+        tested, _ = _aten._unique.default(tested, False)
     both = torch.cat([elements, tested])
     del tested, elements
     ordered, places = both.sort(stable=True)

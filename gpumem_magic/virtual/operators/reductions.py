@@ -305,7 +305,7 @@ def _segments(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     return out
 
 
-@special(_aten._segment_reduce_backward.default)
+@special(*overloads("_segment_reduce_backward"))
 def _segments_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.run(func, args, kwargs, device)
     with pushed(engine.mode):
