@@ -361,6 +361,10 @@ EPOCHS = (
 )
 NODE = "class Node:\n    def __init__(self, x):\n        self.x = x\n        self.me = self"
 NODES = "for _ in range(3):\n    node = Node(torch.randn(1024, 1024, 64, device='cuda'))\ndel node"
+NOTES = (
+    "from torch._dynamo.side_effects import SideEffects\n\n"
+    "def Node(x):\n    notes = SideEffects.__new__(SideEffects)\n    notes.keepalive = [x, notes]\n    return notes"
+)
 GUILTY += [
     Case("missing_zero_grad", (TRAIN, FORGOTTEN), "never calls `zero_grad`"),
     Case("missing_zero_grad", (TRAIN.replace("SGD", "Adam"), FORGOTTEN), "`optimizer.zero_grad()` right after"),
@@ -371,6 +375,11 @@ GUILTY += [
     ),
     Case("reference_cycle", (NODE, NODES), "768 MiB is held only by reference cycles: Node.me -> Node"),
     Case("reference_cycle", (NODE, NODES), "%gpumem_free cycles"),
+    # what Dynamo keeps of a function that it traced, as it is left behind a break in a model of transformers
+    Case(
+        "reference_cycle", (NOTES, NODES), "768 MiB is held only by reference cycles that `torch.compile` left behind"
+    ),
+    Case("reference_cycle", (NOTES, NODES), "`gc.collect()` once"),
     # forum threads that end with "restart the kernel": what is full, and what could go
     Case("memory_ran_out", ("old = mib(3000)\nx = mib(9000)", "y = x + 1"), "`x` 9,000 MiB, `old` 3,000 MiB", "T4"),
     Case(

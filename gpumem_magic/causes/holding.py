@@ -10,7 +10,7 @@ from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.owners.ring import OF_CLOSURE
-from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, Sighting
+from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, OF_A_TRACE, Sighting
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
@@ -60,6 +60,15 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     if size_of(everything) < max(LEAST, scene.timeline.allocated_at(scene.end) // 20):
         return
     names = sorted(held, key=lambda name: -size_of(held[name]))
+    if all(name == f"{OF_A_CYCLE} ({OF_A_TRACE})" for name in names):
+        yield Cause(
+            "reference_cycle",
+            f"{human(size_of(everything))} is held only by reference cycles that `torch.compile` left behind when it traced. "
+            "Python's garbage collector runs on its own schedule, not when the device is full.",
+            "`%gpumem_free cycles` frees it; a program can call `gc.collect()` once, behind its first step.",
+            size_of(everything),
+        )
+        return
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
     cycles = len({one.roots[0] for one in everything})
     alike = f" ({cycles} alike)" if cycles > 1 and len(names) == len(ways) == 1 else ""

@@ -21,7 +21,7 @@ from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.ring import ring_words
 from gpumem_magic.owners.roots import FREE_CYCLES
 from gpumem_magic.owners.traversal import Locate, Place, Traversal, located
-from gpumem_magic.recording.model import OF_A_CYCLE
+from gpumem_magic.recording.model import OF_A_CYCLE, OF_A_TRACE
 
 _MEMBERS = 4
 
@@ -131,9 +131,17 @@ def _groups(candidates: Mapping[int, list[int]], garbage: set[int]) -> list[list
     return groups
 
 
+def _are_of_a_trace(things: list[Any]) -> bool:
+    """Whether Dynamo's notes of a function are among them, which keep the real objects that it was traced with."""
+    notes = vars(sys.modules.get("torch._dynamo.side_effects", sys)).get("SideEffects")
+    return notes is not None and any(is_a(one, notes) for one in things)
+
+
 def _words(things: list[Any]) -> str:
     """``a reference cycle (Node.me -> Node)``; where that way is not known its classes, plain containers only where there is
     nothing else."""
+    if _are_of_a_trace(things):
+        return f"{OF_A_CYCLE} ({OF_A_TRACE})"
     ring = ring_words(things)
     if ring:
         return f"{OF_A_CYCLE} ({ring})"

@@ -103,6 +103,8 @@ class Sighting:
 KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN = "name", "list", "backward", "temporary", "unknown"
 # How the place of what only its own references keep begins.
 OF_A_CYCLE = "a reference cycle"
+# And what of it is PyTorch's compiler's.
+OF_A_TRACE = "`torch.compile`'s, from tracing"
 
 
 @dataclass(frozen=True)
