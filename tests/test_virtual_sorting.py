@@ -26,7 +26,8 @@ radix_bytes = CUB.radix_sort
 
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[gpu.VirtualMachine]:
-    yield gpu.turn_on("virtual:8GiB,context=0MiB")
+    # (The figures are those of this version, whichever is installed.)
+    yield gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.13")
     gpu.turn_off()
 
 
