@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made
+from asked_for import made, steps
 from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
@@ -236,6 +236,13 @@ def test_the_gradient_of_a_cross_entropy_with_logits_is_worked_out_in_one_tensor
     weighted = F.binary_cross_entropy_with_logits(x, target, weight, pos_weight=weight)
     # The target times its weight; one more than that; the scores' sigmoid.
     assert made(lambda: torch.autograd.grad(weighted, x, torch.ones((), device="cuda"))) == [4, 4000, 4000, 4000]
+    given = target.clone().requires_grad_()
+    loss = F.binary_cross_entropy_with_logits(x.detach(), given, weight)
+    # The target's: the scores' negatives, and what these are times the gradient; the weight and the mean go into that.
+    assert made(lambda: torch.autograd.grad(loss, given, torch.ones((), device="cuda"))) == [4, 4000, 4000]
+    loss = F.binary_cross_entropy_with_logits(x.detach(), given, pos_weight=weight)
+    # The negatives, and the logarithms of both sigmoids, of which one takes the rest.
+    assert made(lambda: torch.autograd.grad(loss, given, torch.ones((), device="cuda"))) == [4, 4000, 4000, 4000]
     again = F.binary_cross_entropy_with_logits(x, target)
     (gradient,) = torch.autograd.grad(again, x, create_graph=True)
     gradient.sum().backward()
@@ -461,3 +468,24 @@ def test_deviations_are_looked_at_before_and_after_the_draw() -> None:
     mean, deviation = torch.zeros(2, 3, device="cuda"), torch.ones(5, 2, 3, device="cuda")
     assert made(lambda: torch.normal(mean, deviation)) == [4, 1, 120, 4, 1]
     assert made(lambda: torch.normal(mean, deviation, out=torch.empty_like(deviation)))[1:] == [4, 1]
+
+
+@pytest.mark.parametrize(("work", "results"), [(torch.max, [4]), (torch.min, [4]), (torch.aminmax, [4, 4])])
+def test_the_largest_of_all_is_looked_for_in_a_plain_copy(work: Any, results: list[int]) -> None:
+    x = torch.zeros(100, 20, device="cuda")
+    assert made(lambda: work(x)) == results
+    # (``ReduceAllOps.cpp``, also where all lies close together.)
+    assert made(lambda: work(x.t())) == [*results, 8000]
+    assert made(lambda: work(x[:, ::2])) == [*results, 4000]
+    assert made(lambda: x[:, ::2].amax()) == [4]
+
+
+def test_values_that_are_scattered_are_copied_after_their_places_are_counted() -> None:
+    x, mask = torch.zeros(100, 20, device="cuda"), torch.zeros(100, 20, dtype=torch.bool, device="cuda")
+    values = torch.zeros(20, 200, device="cuda").t()
+    # Eight bytes for each place; what the sums work in, which goes; the values.
+    places, scan, copied = 16000, 1279, 16000
+    expected = [("alloc", places), ("alloc", scan), ("free_requested", scan), ("alloc", copied)]
+    assert steps(lambda: x.masked_scatter_(mask, values))[:4] == expected
+    # Into a row that the mask repeats a hundred times: the result, then as for that.
+    assert made(lambda: x[0].masked_scatter(mask, values)) == [8000, places, scan, copied]

@@ -35,6 +35,21 @@ def test_segments_by_length(shape: tuple[int, ...], byte: list[int]) -> None:
     assert made(lambda: torch.segment_reduce(data, "sum", lengths=lengths, unsafe=True)) == [result, 8, 32, SCAN, *byte]
 
 
+def test_segments_are_copied_where_they_do_not_lie_plainly() -> None:
+    data = torch.ones(2, 6, device="cuda").t()
+    lengths = torch.tensor([[1, 0], [2, 0], [3, 0]]).cuda()[:, 0]
+    # The data, the lengths; the result; a zero before the lengths, both, their sums.
+    segments = [48, 24, 24, 8, 32, SCAN]
+    assert made(lambda: torch.segment_reduce(data, "sum", lengths=lengths, unsafe=True)) == segments
+    # The shortest is of a copy of them, too.
+    assert made(lambda: torch.segment_reduce(data, "sum", lengths=lengths))[:6] == [48, 8, 24, 8, 1, 1]
+    plain = torch.ones(6, 2, device="cuda", requires_grad=True)
+    out = torch.segment_reduce(plain, "sum", lengths=on_device(1, 2, 3))
+    same = torch.ones((), device="cuda").expand(3, 2)
+    # The gradient that is one number, the data's.
+    assert made(lambda: torch.autograd.grad(out, plain, same)) == [24, 48, 8, 32, SCAN]
+
+
 def test_segments_by_their_bounds() -> None:
     data, offsets = torch.ones(6, 2, device="cuda", requires_grad=True), on_device(0, 1, 3, 6)
     # The lengths between four bounds.
@@ -49,6 +64,9 @@ def test_counts_of_repetitions_are_checked_where_no_size_is_given() -> None:
     # Where each one's end; whether each is positive, and all are; six places.
     assert made(lambda: torch.repeat_interleave(counts)) == [24, SCAN, 3, 1, 48]
     assert made(lambda: torch.repeat_interleave(counts, output_size=6)) == [24, SCAN, 48]
+    apart = torch.tensor([[1, 0], [2, 0], [3, 0]]).cuda()[:, 0]
+    # They are copied first, and again for their sums.
+    assert made(lambda: torch.repeat_interleave(apart, output_size=6)) == [24, 24, 24, SCAN, 48]
 
 
 def test_a_dense_tensor_is_searched_and_copied() -> None:
@@ -77,6 +95,10 @@ def test_chunks_of_tensors_that_do_not_lie_plainly_are_padded_first() -> None:
     assert made(lambda: torch._chunk_cat(plain, 0, 3)) == [result, 128]
     # The one with two rows is copied with a third.
     assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [36, result]
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.6")
+    turned = [torch.ones(3, 2, device="cuda").t(), torch.ones(3, 3, device="cuda").t()]
+    assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [result, 128]
 
 
 @pytest.mark.parametrize(

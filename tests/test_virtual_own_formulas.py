@@ -83,6 +83,33 @@ def test_renorms_gradient_is_in_single_precision(device: Any) -> None:
     assert gradients(x.renorm(2, 0, 1), x) == [16, 96, 16, *of_norm, *shrunk, 4, 96]
 
 
+@pytest.mark.parametrize(
+    ("p", "of_norm"),
+    [
+        # The sizes' power, which are zero, the signs, both; the norms' power, two products.
+        (0.5, [96, 24, 96, 96, 16, 96, 96]),
+        # As before, where none is looked for; the norms' power, the share, which are zero; the product.
+        (1.5, [96, 96, 96, 16, 16, 4, 96]),
+        # The sizes' power and the product with the numbers.
+        (3, [96, 96, 16, 16, 4, 96]),
+    ],
+)
+def test_renorms_gradient_of_other_norms(device: Any, p: float, of_norm: list[int]) -> None:
+    x = source().cuda().requires_grad_()
+    assert gradients(x.renorm(p, 0, 1), x)[3 : 3 + len(of_norm)] == of_norm
+
+
+def test_prod_with_a_zero_picks_out_what_is_turned_in_2_1() -> None:
+    gpu.turn_on("H100,torch=2.1")
+    host = source()
+    host[1, 2] = 0
+    x = host.cuda().requires_grad_()
+    found = gradients(x.prod(0), x)
+    gpu.turn_off()
+    # Three places of eight bytes before the rows, and four.
+    assert found[4:] == [24, 96, 96, 24, 72, 96, 96, 32, 96, 96, 96]
+
+
 def test_index_fill_sorts_its_indices_for_the_values_gradient(device: Any) -> None:
     x, value = source().cuda().requires_grad_(), torch.tensor(2.0, device="cuda", requires_grad=True)
     index = torch.tensor([0, 2], device="cuda")
@@ -175,3 +202,19 @@ def test_cumprod_with_a_zero_looks_before_at_and_behind_it(device: Any) -> None:
     assert found[6:12] == [24, 24, 96, 96, 96, 96]
     x = source().cuda().requires_grad_()
     assert gradients(x.cumprod(0), x) == [96, 24, 1, 96, 96, 96, 96]
+
+
+def test_cumprod_with_a_zero_and_a_graph_leaves_out_one_after_another(device: Any) -> None:
+    host = torch.ones(2, 3)
+    host[0, 1] = 0
+    x = host.cuda().requires_grad_()
+    out, given = x.cumprod(1), torch.ones(2, 3, device="cuda")
+    found = made(lambda: torch.autograd.grad(out, x, given, create_graph=True))
+    # Weighted, which are zero, whether any; the gradient and a one.
+    assert found[:5] == [24, 6, 1, 24, 4]
+    # The products behind the first (of a copy), with ones; times the gradient, and their sum.
+    assert found[5:10] == [16, 16, 24, 24, 8]
+    # What is before the second; behind it (of a copy), times that, both side by side; times the gradient, and their sum.
+    assert found[10:17] == [8, 8, 8, 8, 16, 16, 8]
+    # What is before the last.
+    assert found[17:] == [8, 8, 8]

@@ -124,7 +124,7 @@ def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | 
     # How `vmap` and forward derivatives go through a kernel is known for the smaller operators; compilers take those, too.
     if torch._C._are_functorch_transforms_active() or not isinstance(input, VirtualTensor):
         return _by_smaller_operators(input, normalized_shape, weight, eps)
-    if _version_of(input) < _ONE_KERNEL_FROM:
+    if version_of(input) < _ONE_KERNEL_FROM:
         return _by_smaller_operators(input, normalized_shape, weight, eps)
     return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
 
@@ -175,7 +175,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
         (bias is None and not folds)
         or input.dim() < 3
         or not isinstance(input, VirtualTensor)
-        or (input.is_contiguous() and _version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
+        or (input.is_contiguous() and version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
         or torch._C._are_functorch_transforms_active()
     ):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -193,11 +193,11 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
     """The short way that there is without zeros (``FunctionsManual.cpp``), which values that are not known count as, or what is
-    before, at and behind the first zero. C++ takes other ways for subclasses of tensors. (With zeros and a graph its own is taken
-    here.)"""
+    before, at and behind the first zero; with a graph the products that leave out one after another. C++ takes other ways for
+    subclasses of tensors."""
     host = values.exact(input) if isinstance(input, VirtualTensor) else None
     has_zeros = host is not None and bool((host == 0).any())
-    if not isinstance(input, VirtualTensor) or (has_zeros and torch.is_grad_enabled()):
+    if not isinstance(input, VirtualTensor):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
         return _aten.cumprod_backward.default._op_dk(usual, grad, input, dim, output)  # type: ignore[no-any-return]
     if input.numel() <= 1 or input.shape[dim] == 1:
@@ -205,12 +205,42 @@ def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: 
     weighted = output.conj() * grad
     zeros = input == 0
     zeros.any()
-    found = (
-        _around_zeros(grad, input, dim, output, weighted, zeros)
-        if has_zeros
-        else _turned_sums(weighted, dim, input, False)
-    )
+    if not has_zeros:
+        found = _turned_sums(weighted, dim, input, False)
+    elif torch.is_grad_enabled():
+        found = _by_omitted_products(grad, input, dim % input.dim())
+    else:
+        found = _around_zeros(grad, input, dim, output, weighted, zeros)
     del zeros
+    return found
+
+
+def _by_omitted_products(grad: torch.Tensor, input: torch.Tensor, dim: int) -> torch.Tensor:
+    """Of each place, what comes from itself and from those behind it."""
+    numbers, size = input.conj(), input.shape[dim]
+    found = grad.new_zeros(input.shape)
+    ones = grad.new_ones(1).expand([1 if place == dim else length for place, length in enumerate(input.shape)])
+    omitted: Any = None
+    behind: Any = None
+    for place in range(size):
+        before = numbers.narrow(dim, 0, place).prod(dim, keepdim=True) if place else None
+        if place < size - 1:
+            # (C++ lets go of what a variable had when it has the next.)
+            behind = numbers.narrow(dim, place + 1, size - place - 1).cumprod(dim)
+        if before is None:
+            omitted = torch.cat([ones, behind], dim)
+            behind = None
+        elif place == size - 1:
+            omitted = before
+        else:
+            omitted = before.expand_as(behind) * behind
+            omitted = torch.cat([before, omitted], dim)
+        del before
+        share = (grad.narrow(dim, place, size - place) * omitted).sum(dim)
+        found.select(dim, place).copy_(share)
+        del share
+    # C++ lets go of the last first.
+    del omitted, behind, ones
     return found
 
 
@@ -317,7 +347,7 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
     pair = torch.broadcast_tensors(x1.to(kind), x2.to(kind))
     norms = [torch.linalg.vector_norm(one, 2, dim, keepdim=True).clone() for one in pair]
     with torch.no_grad():
-        on_device = _version_of(x1) >= _LEAST_ON_DEVICE_FROM
+        on_device = version_of(x1) >= _LEAST_ON_DEVICE_FROM
         least: Any = torch.scalar_tensor(eps, dtype=kind, device=x1.device) if on_device else eps
         for norm in norms:
             norm.clamp_min_(least)
@@ -329,7 +359,7 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
     return result
 
 
-def _version_of(tensor: VirtualTensor) -> tuple[int, int]:
+def version_of(tensor: VirtualTensor) -> tuple[int, int]:
     return cast(Engine, engine_of(tensor)).memory.torch_version(tensor.get_device())
 
 

@@ -436,16 +436,20 @@ def _lies_in_one_row(tensor: Any) -> bool:
 @special(_aten.masked_scatter.default, _aten.masked_scatter_.default)
 def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Which value goes where is counted for every element of the target, chosen or not."""
-    target, mask, source = args
+    _, mask, source = args
     if func in IN_PLACE and writes_into_zeros():
         func = IN_PLACE[func]
     out = engine.run(func, args, kwargs, device)
-    count = target.numel()
-    mask_is_plain = mask.shape == target.shape and mask.is_contiguous()
+    # (A target that is smaller than the mask is repeated first.)
+    count = out.numel()
+    mask_is_plain = mask.shape == out.shape and mask.is_contiguous()
     copied = 0 if source.is_contiguous() else bytes_of(source)
     scan = cub_of(engine, device).scan(count, 8) if count else 0
-    with engine.scratch(device, count * 8, 0 if mask_is_plain else count, copied, scan):
-        return out
+    with engine.scratch(device, count * 8, 0 if mask_is_plain else count):
+        with engine.scratch(device, scan):
+            pass
+        with engine.scratch(device, copied):
+            return out
 
 
 @special(_aten.multinomial.default, _aten.multinomial.out)
@@ -530,13 +534,18 @@ def _check_deviation(engine: Engine, deviation: Any) -> None:
         engine.table.drain()
 
 
+# Since when it looks at how the tensors lie. (2.11 does, 2.6 does not; between them it is not known.)
+_CHUNKS_LOOKED_AT_FROM = (2, 7)
+
+
 @special(_aten._chunk_cat.default, _aten._chunk_cat.out)
 def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Six lists about the tensors come to the device, and which of them each block of 2048 bytes copies (``TensorShape.cu``). Of
     others than plain ones, those that don't divide evenly are copied with what is missing first (``TensorShape.cpp``)."""
     sources, dim, chunks = args[:3]
     rows = [-(-one.shape[dim] // chunks) * prod(one.shape[dim + 1 :]) for one in sources]
-    if not all(one.is_contiguous() for one in sources):
+    looks = engine.memory.torch_version(device) >= _CHUNKS_LOOKED_AT_FROM
+    if looks and not all(one.is_contiguous() for one in sources):
         padded = [
             chunks * row * prod(one.shape[:dim]) * one.element_size()
             for one, row in zip(sources, rows, strict=True)
@@ -579,11 +588,14 @@ def _is_in(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         with engine.scratch(device, elements.numel() * tested.numel(), elements.numel()):
             return out
     with pushed(engine.mode):
-        _sorted_together(elements, tested, kwargs.get("assume_unique", False), kwargs.get("invert", False))
+        flags = kwargs.get("assume_unique", False), kwargs.get("invert", False)
+        _sorted_together(elements, tested, *flags, engine.memory.torch_version(device))
     return out
 
 
-def _sorted_together(elements: torch.Tensor, tested: torch.Tensor, assume_unique: bool, invert: bool) -> None:
+def _sorted_together(
+    elements: torch.Tensor, tested: torch.Tensor, assume_unique: bool, invert: bool, version: tuple[int, int]
+) -> None:
     order = None
     if assume_unique:
         elements, tested = elements.ravel(), tested.ravel()
@@ -601,8 +613,14 @@ def _sorted_together(elements: torch.Tensor, tested: torch.Tensor, assume_unique
     mask.index_copy_(0, places, twice)
     if order is not None:
         mask[order]
-    # C++ lets go of the last first, but for the pair that the sort gives.
-    del mask, following, before, twice, ordered, places, both
+    # C++ lets go of the last first, but for the pair that the sort gives (which 2.6 has as one, and 2.1 as two variables; between
+    # them it is not known).
+    del mask, following, before, twice
+    if version < (2, 2):
+        del places, ordered
+    else:
+        del ordered, places
+    del both
 
 
 @special(*overloads("renorm renorm_ renorm.out"), table=BESIDE)

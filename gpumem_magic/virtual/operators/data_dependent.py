@@ -438,14 +438,16 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
         size = args[0].numel()
     # Where each one's repetitions end (``Repeat.h`` in ATen/native).
     with pushed(engine.mode):
+        plain = args[0].contiguous()
         ends = args[0].cumsum(0) if args[0].numel() else None
         if is_counted and ends is not None:
             # Whether none is negative.
             places = args[0] >= 0
             places.all()
             del places
+            engine.table.drain()
     out = _placed(engine, (size,), args[0].dtype, device)
-    del ends
+    del ends, plain
     return out
 
 

@@ -3,7 +3,8 @@ node of their own here, whose formula is the one for CUDA (``FunctionsManual.cpp
 
 `isTensorSubclassLike` has C++ take a way without sizes that depend on values: the gradient of `prod` the one for zeros, even
 where there are none, and that of `masked_fill`'s value a whole tensor where a device selects. `toAccumulateType` has `renorm`
-find its norms in double precision, as the host does. So it is from PyTorch 2.1 to 2.13.
+find its norms in double precision, as the host does. CUDA builds of PyTorch 2.1, 2.6, 2.11 and 2.13 ask for what these formulas
+do, of `prod` those of 2.1 and 2.6.
 
 The formulas are differentiated in their turn, so a gradient's gradient is that of the device's way, too. What C++ makes in one
 expression it makes from right to left, and lets go of at its end; its variables go in the opposite order in which they came.
@@ -22,6 +23,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.operators.composites import version_of
 from gpumem_magic.virtual.operators.data_dependent import found_among
 
 # Of a call: the context, the gradient, what was kept; gives the gradients of the operator's arguments.
@@ -76,10 +78,13 @@ def _prod_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         return (gradient,)
     places = _zeros_of(source)
     if not places.shape[0]:
-        return (_times(gradient, result, source),)
-    if not torch.is_grad_enabled() and places.shape[0] > 1:
-        return (torch.zeros_like(source, memory_format=torch.contiguous_format),)
-    return (_prod_with_zeros(gradient, source.contiguous().view(-1), 0).view_as(source),)
+        found = _times(gradient, result, source)
+    elif not torch.is_grad_enabled() and places.shape[0] > 1:
+        found = torch.zeros_like(source, memory_format=torch.contiguous_format)
+    else:
+        found = _prod_with_zeros(gradient, source.contiguous().view(-1), 0).view_as(source)
+    del places
+    return (found,)
 
 
 def _prod_along_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
@@ -94,7 +99,7 @@ def _prod_along_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     counts = zeros.sum(dim, True)
     counts.sum()
     found = _prod_with_zeros(gradient, source, dim) if _has_zeros(source) else _times(gradient, result, source)
-    del counts
+    del counts, zeros
     return found, None, None
 
 
@@ -114,13 +119,23 @@ def _prod_with_zeros(gradient: Any, source: Any, dim: int) -> Any:
     ones = gradient.new_ones(shape)
     before = torch.cat([ones, source.narrow(dim, 0, size - 1)], dim)
     before_each = before.cumprod(dim)
-    turned = source.narrow(dim, 1, size - 1).flip(dim)
+    turned = _turned(source, source.narrow(dim, 1, size - 1), dim)
     behind = torch.cat([ones, turned], dim)
     del turned, ones
-    behind_each = behind.cumprod(dim).flip(dim)
+    behind_each = _turned(source, behind.cumprod(dim), dim)
     found = gradient * (before_each * behind_each).conj()
     del behind_each, behind, before_each, before
     return found
+
+
+# Since when what is turned is flipped. (2.6 does, 2.1 picks it out by a list of places; between them it is not known.)
+_FLIPPED_FROM = (2, 2)
+
+
+def _turned(source: Any, numbers: Any, dim: int) -> Any:
+    if not isinstance(source, VirtualTensor) or version_of(source) >= _FLIPPED_FROM:
+        return numbers.flip(dim)
+    return numbers.index_select(dim, torch.arange(numbers.shape[dim] - 1, -1, -1, device=numbers.device))
 
 
 def _has_zeros(source: Any) -> bool:
@@ -175,9 +190,7 @@ def _renorm_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
 
 
 def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[int]) -> Any:
-    """Where the dimensions are kept. (No gradient in the case of p = 0.)"""
-    if p == 0:
-        return torch.zeros_like(source)
+    """Where the dimensions are kept. (`renorm` refuses a `p` that isn't positive.)"""
     if p == 1:
         return source.sgn() * gradient
     if p == 2:
@@ -197,13 +210,27 @@ def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[in
         found = signs * spread
         del signs, spread, shares, counts, mask, sizes
         return found
+    if p >= 2:
+        scaled = source * source.abs().pow_(p - 2)
+    else:
+        powers = source.abs().pow_(p - 1)
+        zeros = source == 0 if p < 1 else None
+        if zeros is not None:
+            powers.masked_fill_(zeros, 0)
+        signs = source.sgn()
+        scaled = signs * powers
+        del signs, zeros, powers
     if p < 1:
-        scaled = source.sgn() * source.abs().pow_(p - 1).masked_fill_(source == 0, 0)
-        return scaled * gradient * norm.pow(1 - p)
-    scaled = source.sgn() * source.abs().pow_(p - 1) if p < 2 else source * source.abs().pow_(p - 2)
+        factors = norm.pow(1 - p)
+        product = scaled * gradient
+        found = product * factors
+        del product, factors, scaled
+        return found
     by_norm = gradient / norm.pow(p - 1)
     by_norm.masked_fill_(norm == 0, 0)
-    return scaled * by_norm
+    found = scaled * by_norm
+    del by_norm, scaled
+    return found
 
 
 _NODES = {

@@ -209,6 +209,12 @@ _OF_ALL = {
     _aten.sum.default, _aten.mean.default, _aten.prod.default, _aten.max.default, _aten.min.default,
     _aten.any.default, _aten.all.default, _aten._is_any_true.default, _aten._is_all_true.default,
 }  # fmt: skip
+# What has a copy where the numbers don't lie plainly (``ReduceAllOps.cpp``; 2.1, 2.6, 2.11 and 2.13).
+_OF_PLAIN = {_aten.max.default, _aten.min.default, _aten.aminmax.default}
+
+
+def _plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
 
 
 @special(*KERNELS, table=BESIDE)
@@ -232,9 +238,12 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     accumulator *= kernel.results
     if kernel is _WELFORD and source.dtype == torch.float64:
         accumulator *= 2
+    strides = source.stride()
+    if func in _OF_PLAIN and kwargs.get("dim") is None and not source.is_contiguous():
+        copied, strides = source.numel() * item, _plain_strides(source.shape)
     dims = _dims(func, args, kwargs, source.dim())
     processors = engine.memory.processors(device)
-    each = _shared(source.shape, source.stride(), dims, item, kernel.at_once, accumulator, processors)
+    each = _shared(source.shape, strides, dims, item, kernel.at_once, accumulator, processors)
     # Several kernels add to what cannot hold their sum, or no such pair of numbers (`AccumulationBuffer`).
     is_held = kernel.is_number and (kernel.keeps_half or not (half and first.dtype == source.dtype))
     sums = 0 if len(each) == 1 or is_held or first.element_size() >= accumulator else first.numel() * accumulator
@@ -291,30 +300,45 @@ def _segments(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     Single numbers are reduced by CUB, which asks for a byte."""
     data, lengths = args[0], kwargs.get("lengths")
     with pushed(engine.mode):
+        plain = data.contiguous()
         if lengths is not None and not kwargs.get("unsafe", False):
             lengths.min()
             sums = lengths.sum(-1)
             fits = sums == data.shape[kwargs.get("axis", 0)]
             found = fits.all()
             del found, fits, sums
-        out = engine.run(func, args, kwargs, device)
-        held = _bounds_of_segments(lengths, kwargs.get("offsets"))
+            engine.table.drain()
+        plain_bounds = _plain_bounds(kwargs)
+        out = engine.run(func, (plain, *args[1:]), kwargs, device)
+        held = _bounds_of_segments(kwargs, plain_bounds)
     with engine.scratch(device, *([1] if data.dim() == 1 else [])):
         pass
-    del held
+    del held, plain_bounds, plain
     return out
 
 
 @special(*overloads("_segment_reduce_backward"))
 def _segments_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    out = engine.run(func, args, kwargs, device)
     with pushed(engine.mode):
-        _bounds_of_segments(kwargs.get("lengths"), kwargs.get("offsets"))
+        # The gradient, the result and the data.
+        plain = [one.contiguous() for one in args[:3]]
+        plain_bounds = _plain_bounds(kwargs)
+        out = engine.run(func, (*plain, *args[3:]), kwargs, device)
+        held = _bounds_of_segments(kwargs, plain_bounds)
+    # C++ lets go of the last first.
+    del held, plain_bounds
+    while plain:
+        plain.pop()
     return out
 
 
-def _bounds_of_segments(lengths: Any, offsets: Any) -> Any:
-    if lengths is None:
-        return None if offsets is None else offsets.diff()
-    bounds = torch.cat([lengths.new_zeros((*lengths.shape[:-1], 1)), lengths], -1)
+def _plain_bounds(kwargs: Any) -> Any:
+    given = kwargs.get("lengths") if kwargs.get("offsets") is None else kwargs["offsets"]
+    return None if given is None else given.contiguous()
+
+
+def _bounds_of_segments(kwargs: Any, plain: Any) -> Any:
+    if plain is None or kwargs.get("offsets") is not None:
+        return None if plain is None else plain.diff()
+    bounds = torch.cat([plain.new_zeros((*plain.shape[:-1], 1)), plain], -1)
     return bounds.cumsum_(-1)

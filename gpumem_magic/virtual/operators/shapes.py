@@ -108,7 +108,7 @@ def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     else:
         count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
     shape = (count, *source.shape[dims:])
-    # The places that are not zero, of which the indices are a copy, as the values are of what is there (``SparseCsrTensor.cpp``).
+    # The places that are not zero, of which the indices are a copy, as the values are of what is there (`dense_to_sparse`).
     places = found_among(engine, device, source, count) if source.dim() and dims == source.dim() else None
     indices = _placed(engine, (dims, count), torch.int64, device)
     with engine.scratch(device, *([] if places is None else [math.prod(shape) * source.element_size()])):

@@ -59,6 +59,7 @@ def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 
 
 _CROSS_ENTROPY = frozenset(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"))
+(_NEGATIVE,) = overloads("neg")
 # Which elements share in a gradient is found out in one tensor.
 _SHARED = frozenset(
     f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
@@ -85,6 +86,20 @@ _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
 )
 def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(as_device_does(engine, func, args), args, kwargs, device)
+
+
+@special(_NEGATIVE, plain=is_no_gradient)
+def _negated(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The gradient of a cross entropy's target begins with the negative scores, and what these are multiplied with comes into
+    another tensor (`binary_cross_entropy_with_logits_target_backward`)."""
+    out = engine.run(func, args, kwargs, device)
+    node = _current_node()
+    if node is not None and node.name() in _CROSS_ENTROPY:
+        placement = engine.table.find(out.untyped_storage())
+        if placement is not None:
+            # No step of the node is to write to it.
+            placement.node = 0
+    return out
 
 
 def as_device_does(engine: Engine, func: Any, args: Any) -> Any:
