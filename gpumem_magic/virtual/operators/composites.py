@@ -351,11 +351,12 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
         least: Any = torch.scalar_tensor(eps, dtype=kind, device=x1.device) if on_device else eps
         for norm in norms:
             norm.clamp_min_(least)
-    # What C++ makes in one expression goes at its end.
-    divided = [one / norm for one, norm in zip(pair, norms, strict=True)]
-    product = divided[0] * divided[1]
+    # What C++ makes in one expression it makes from right to left, and it goes at its end, the last first.
+    second = pair[1] / norms[1]
+    first = pair[0] / norms[0]
+    product = first * second
     result: torch.Tensor = product.sum(dim)
-    del product, divided
+    del product, first, second, least
     return result
 
 
