@@ -476,6 +476,12 @@ def test_what_a_library_compares_decides_nothing_but_an_error(tmp_path: Path) ->
     assert "Another object" in run(tmp_path, made + code)
 
 
+def test_an_if_that_gives_a_name_one_of_two_objects_is_an_if(tmp_path: Path) -> None:
+    made = "net, other = torch.nn.Linear(8, 8).cuda(), torch.nn.ReLU()\nx = torch.randn(4, 8, device='cuda')\n"
+    code = "same = torch.allclose(x, net(x))\nif same:\n    chosen = net\nelse:\n    chosen = other\nout = chosen(x)"
+    assert "An `if` may go the other way" in run(tmp_path, made + code)
+
+
 def test_in_a_cell_no_operator_is_needed_for_that() -> None:
     cell = """%%gpumem
         try:

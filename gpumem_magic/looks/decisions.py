@@ -89,6 +89,12 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places:
     )
 
 
+def goes_by_an_if(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+    """Whether any ``if`` or ``match`` goes by what this line reads, whatever stands in it."""
+    reached = _reached(file, line, callers, places=places)
+    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("if"))
+
+
 def selects(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether tensors may be made, or parts taken of them, of which what this line reads decides how many there are."""
     reached = _reached(file, line, callers, places=places)

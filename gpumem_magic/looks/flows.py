@@ -49,7 +49,7 @@ _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 _Loop = ast.While | ast.For | ast.AsyncFor
 # Where only the truth of a name counts, or its length.
-_OF_TRUTH = ("loop", "each", "branch", "check")
+_OF_TRUTH = ("loop", "each", "branch", "check", "if")
 # What takes sizes, beside modules and their like, whose names begin with a capital.
 _OF_SIZES = (
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
@@ -117,8 +117,9 @@ class Flow(NamedTuple):
 class Test(NamedTuple):
     """decides: "loop" (its end), "each" (how often it runs, by a length), "branch", "check" (the same, for numbers that are none)
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
-    test, or all that end it where it has none. A value may have chosen the object that is "called", or "asked" to do something.
-    As much is taken of something else (but: what that is) as is "held", or "selected" by a comparison. It is "printed".
+    test, or all that end it where it has none; "if" is each ``if`` and ``match``, whatever stands in it. A value may have chosen
+    the object that is "called", or "asked" to do something. As much is taken of something else (but: what that is) as is "held",
+    or "selected" by a comparison. It is "printed".
     """
 
     source: Uses
@@ -331,6 +332,8 @@ class _FlowReader:
             return
         if ends:
             self._test(test, "loop")
+        if isinstance(node, (ast.If, ast.Match)):
+            self._test(test, "if")
         if skips or (not isinstance(node, ast.While) and any(map(works, branches))):
             self._test(test, "branch")
         for one in inner:

@@ -12,6 +12,7 @@ from gpumem_magic.looks.decisions import (
     chooses_an_object,
     ends_a_loop,
     forget,
+    goes_by_an_if,
     is_printed,
     makes_a_size,
     selects,
@@ -79,7 +80,7 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     if scripted or any(chooses_a_way(*one) for one in asked):
         return "branch"
     if chooses_an_object(*read, callers, within):
-        return "choice"
+        return "branch" if goes_by_an_if(*read, callers, within) else "choice"
     if sized or selects(*read, callers, within):
         return "selection"
     if checks_for_none(*read, callers, within):

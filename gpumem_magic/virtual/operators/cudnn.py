@@ -58,7 +58,11 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     if other is not None:
         return other
     copies = _copied(call, capability, version, tf32)
-    return copies + (_beside_copies(call, copies, tf32) if _is_as_recorded(capability, version) else 0)
+    if _is_as_recorded(capability, version):
+        return copies + _beside_copies(call, copies, tf32)
+    # Copies begin at multiples of 16 bytes, wherever PyTorch's allocator puts them; Winograd's weights are no copies.
+    weights_only = call.dtype == torch.float32 and not call.last and not _runs_in_tf32(capability, tf32)
+    return copies + (_ALIGNMENT if copies and not weights_only else 0)
 
 
 def by_another_way(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool = True) -> int | None:
@@ -365,7 +369,7 @@ def _product(call: Convolution, capability: tuple[int, int], version: Version, t
         return 0
     fine, weight, coarse = _copies(call, _CHANNELS_TOGETHER)
     if call.way == "weight" and call.coarse[0] * prod(call.coarse[2:]) < _FEW_SUMMANDS_OF_A_WEIGHT:
-        return fine + coarse
+        return fine + coarse + _ALIGNMENT
     if any(channels % _CHANNELS_TOGETHER for channels in (call.fine[1], call.coarse[1])):
         return 0
     its = wheels(version)
