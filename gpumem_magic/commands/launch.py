@@ -54,6 +54,10 @@ def folder_of_ranks() -> AbstractContextManager[Path]:
     return own_folder("gpumem-ranks-")
 
 
+TERMINATED = 128 + signal.SIGTERM
+"""The exit status of what SIGTERM ended, as shells have it."""
+
+
 class Terminated(KeyboardInterrupt):
     """What ends a script after SIGTERM; a report says it by this name."""
 

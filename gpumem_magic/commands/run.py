@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_magic.commands import virtual_ranks
 from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED, program_of
-from gpumem_magic.commands.launch import Terminated, device_of_a_rank, ending_as_after_ctrl_c, run_processes
+from gpumem_magic.commands.launch import TERMINATED, Terminated, device_of_a_rank, ending_as_after_ctrl_c, run_processes
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
@@ -148,7 +147,7 @@ class _MeasuredScript:
             self.left_early = False
         if ended:
             # (It had no word of its own to say why it left.)
-            self.left_early, self.status = False, 128 + signal.SIGTERM
+            self.left_early, self.status = False, TERMINATED
 
     def _close(self, failure: BaseException | None, main_module: ModuleType) -> None:
         if self.found is None:
