@@ -225,7 +225,8 @@ def test_without_an_answer_it_is_estimated(on: Any) -> None:
     on("A100-40GB,torch=2.6", Answering(92000))
     layer = nn.Conv2d(32, 24, 3, padding=1, bias=False, device="cuda").requires_grad_(False)
     x = torch.zeros(4, 32, 32, 32, device="cuda")
-    assert scratch(lambda: layer(x)) == x.nbytes + layer.weight.nbytes
+    # (Copies begin at multiples of 16 bytes, for which the allocator has one of its 512 more.)
+    assert scratch(lambda: layer(x)) == x.nbytes + layer.weight.nbytes + 512
 
 
 @pytest.mark.parametrize(("version", "expected"), [("2.2", 128 * MIB), ("2.6", 0), ("2.13", 0)])
