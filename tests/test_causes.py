@@ -1411,6 +1411,20 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
         assert set(names(book.measured(case.cells[-1]))) <= {"steady"}
 
 
+@pytest.mark.parametrize("order", [("zero_grad", "step"), ("step", "zero_grad")])
+def test_iterations_end_where_their_loop_does(order: tuple[str, str]) -> None:
+    """Gradients that are cleared behind each step are not there at a turn's end."""
+    steps = {"step": "    optimizer.step()", "zero_grad": "    optimizer.zero_grad()"}
+    first, last = ("    model(x).mean().backward()" if name == "step" else "" for name in order)
+    lines = ["for _ in range(4):", first, steps[order[0]], last, steps[order[1]]]
+    with notebook("virtual:1GiB") as book:
+        book.cell(TRAIN)
+        report = book.measured("\n".join(line for line in lines if line))
+        (steady,) = (cause for cause in report.causes if cause.name == "steady")
+        assert steady.bytes == report.checkpoints[-1].allocated
+        assert ("gradients" in steady.text) is (order[1] == "step")
+
+
 @pytest.mark.parametrize(
     "cell",
     [

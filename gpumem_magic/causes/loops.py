@@ -57,7 +57,7 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
 
 def steady(scene: Scene) -> Iterator[Cause]:
     """The last iterations end with the same bytes, nearly all of which are a model and what trains it: nothing is left over."""
-    ends = [one.end for one in scene.iterations]
+    ends = _ends_of_turns(scene)
     sizes = [scene.timeline.allocated_at(end) for end in ends]
     last = sizes[-_REPEATS:]
     if len(last) < _REPEATS or len(set(last)) > 1 or scene.report.error is not None:
@@ -77,6 +77,18 @@ def steady(scene: Scene) -> Iterator[Cause]:
         last[-1],
         describes=True,
     )
+
+
+def _ends_of_turns(scene: Scene) -> list[int]:
+    """Where iterations end, as rows and charts tell them: at the end of the loop around the steps, which may clear gradients."""
+    steps = [one.end for one in scene.iterations]
+    for loop in scene.loops:
+        turns = [one.end for one in loop]
+        # Each step, its turn's end, and the next turn's step.
+        order = [end for both in zip(steps, turns, strict=False) for end in both]
+        if len(turns) == len(steps) and order == sorted(order):
+            return turns
+    return steps
 
 
 def held_over(scene: Scene) -> Iterator[Cause]:
