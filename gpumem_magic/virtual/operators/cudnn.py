@@ -58,11 +58,7 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
     if other is not None:
         return other
     copies = _copied(call, capability, version, tf32)
-    if _is_as_recorded(capability, version):
-        return copies + _beside_copies(call, copies, tf32)
-    # Copies begin at multiples of 16 bytes, wherever PyTorch's allocator puts them; Winograd's weights are no copies.
-    weights_only = call.dtype == torch.float32 and not call.last and not _runs_in_tf32(capability, tf32)
-    return copies + (_ALIGNMENT if copies and not weights_only else 0)
+    return copies + _beside_copies(call, copies, capability, version, tf32)
 
 
 def by_another_way(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool = True) -> int | None:
@@ -201,19 +197,30 @@ def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf
     return _in_half_precision(call)
 
 
-def _beside_copies(call: Convolution, copies: int, tf32: bool) -> int:
-    """What Hopper's plans have beside copies: copies begin at multiples of 16 bytes, and where there are more tiles of results
-    than multiprocessors, these go from one to the next by an order that takes 131 bytes more.
+def _beside_copies(call: Convolution, copies: int, capability: tuple[int, int], version: Version, tf32: bool) -> int:
+    """Copies begin at multiples of 16 bytes, wherever PyTorch's allocator puts them; Winograd's weights are no copies. Where
+    there are more tiles of results than multiprocessors, Hopper's go from one to the next by an order that takes 131 bytes more.
 
-    On an H100 (cuDNN 9.19, 50,000 calls) the size in the allocator is the very one in 70 % with it, and in 49 % without.
+    On an H100 (cuDNN 9.19, 50,000 calls) the size in the allocator is the very one in 70 % with both, and in 49 % without.
     """
-    aligned = _ALIGNMENT if copies else 0
+    aligned = _ALIGNMENT if copies and not _goes_by_winograd(call, capability, tf32) else 0
     on_tensor_cores = tf32 or _has_tensor_cores(call.dtype, (9, 0))
-    if call.way == "weight" or not (copies or call.last) or not on_tensor_cores:
+    if (
+        not _is_as_recorded(capability, version)
+        or call.way == "weight"
+        or not (copies or call.last)
+        or not on_tensor_cores
+    ):
         return aligned
     side = call.coarse if call.way == "forward" else call.fine
     tiles = ceil(side[0] * prod(side[2:]) / _TILE[0]) * ceil(side[1] / _TILE[1])
     return aligned + (_ORDER_OF_TILES if tiles > _MULTIPROCESSORS else 0)
+
+
+def _goes_by_winograd(call: Convolution, capability: tuple[int, int], tf32: bool) -> bool:
+    """Whether what it takes are transformed weights: in float32 without tensor cores, in the plain layout, before Hopper."""
+    plain = call.dtype == torch.float32 and not call.last
+    return plain and not _runs_in_tf32(capability, tf32) and capability < (9, 0)
 
 
 def _runs_in_tf32(capability: tuple[int, int], tf32: bool) -> bool:
