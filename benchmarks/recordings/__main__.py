@@ -31,11 +31,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+import own
 import states
 import traces
 
 from gpumem_magic.commands.diff_events import recorded, words
-from gpumem_magic.snapshot.pairing import Pairing, Recorded, growths, pair
+from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
 
 HERE = Path(__file__).resolve().parent
 RECORDINGS = HERE.parents[2] / "shared" / "data" / "snapshots"
@@ -283,21 +284,8 @@ def table_of_events(results: Sequence[Result]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
-        pairing, case, real, virtual = result.pairing, result.case, result.real, result.virtual
-        pairs = max(1, len(pairing.pairs))
-        shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
-        sizes = (
-            *zip(*growths(real, virtual), strict=True),
-            # (A trace's recording has no segments.)
-            (0 if case.get("trace") else real.peak_reserved, virtual.peak_reserved),
-        )
-        cells = [
-            *named(case),
-            f"{len(pairing.a):,}",
-            *(f"{100 * share:.2f} %" for share in shares),
-            *(f"{100 * (predicted / recorded - 1):+.3f} %" if recorded > 0 else "" for recorded, predicted in sizes),
-            "" if pairing.same_place is None else f"{100 * pairing.same_place / pairs:.1f} %",
-        ]
+        has_segments = not result.case.get("trace")
+        cells = [*named(result.case), *own.figures(result.real, result.virtual, result.pairing, has_segments)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -170,20 +170,24 @@ def framed(line: int) -> list[dict[str, Any]]:
 
 
 def row(name: str, real: Recorded, virtual: Recorded, pairing: Pairing) -> str:
+    return f"| {' | '.join([name, *figures(real, virtual, pairing)])} |"
+
+
+def figures(real: Recorded, virtual: Recorded, pairing: Pairing, has_segments: bool = True) -> list[str]:
+    """A table's cells: allocations; the shares that match, to the byte and freed alike; errors of growth at the peak and at the
+    end, and of what is reserved, where there are segments; how many lie at the same place."""
     pairs = max(1, len(pairing.pairs))
     shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
     sizes = (
         *zip(*growths(real, virtual), strict=True),
-        (real.peak_reserved, virtual.peak_reserved),
+        (real.peak_reserved if has_segments else 0, virtual.peak_reserved),
     )
-    cells = [
-        name,
+    return [
         f"{len(pairing.a):,}",
         *(f"{100 * share:.2f} %" for share in shares),
         *(f"{100 * (other / one - 1):+.3f} %" if one > 0 else "" for one, other in sizes),
         "" if pairing.same_place is None else f"{100 * pairing.same_place / pairs:.1f} %",
     ]
-    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import human
 
 _PARALLEL = "torch.nn.parallel.data_parallel.DataParallel"
-_BUCKETS = (sites.MAKES_BUCKETS, sites.REMAKES_BUCKETS)
 # Gradients beside buckets are told from one part in so many of theirs.
 _SHARE = 2
 _LASTING = ("parameters", "buffers", "gradients", "optimizer_state")
@@ -52,10 +51,16 @@ def gathered(scene: Scene) -> Iterator[Cause]:
 def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
     """`DistributedDataParallel` sends gradients in buckets, made at its beginning, and again before the second iteration."""
     gradients = scene.living_in(scene.moment, "gradients")
-    buckets = [one for one in gradients if _is_a_bucket(scene, one)]
-    remade = [one for one in buckets if _maker(scene, one) == sites.REMAKES_BUCKETS]
-    of_one_set = size_of(remade or buckets)
-    apart = size_of(gradients) - size_of(buckets)
+    remade, first = [], []
+    for one in gradients:
+        maker = _maker(scene, one)
+        if maker == sites.REMAKES_BUCKETS:
+            remade.append(one)
+        elif maker == sites.MAKES_BUCKETS or scene.labels[one.index].name == sites.OF_BUCKETS:
+            # (What an earlier cell made is told by the name that it was given there.)
+            first.append(one)
+    of_one_set = size_of(remade or first)
+    apart = size_of(gradients) - size_of(remade) - size_of(first)
     # Some are there without a bucket: those of another model, or of parameters that are in no bucket yet.
     if _SHARE * apart > of_one_set > 0:
         yield Cause(
@@ -65,7 +70,6 @@ def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
             "With `gradient_as_bucket_view=True` each `.grad` is a view of its bucket.",
             min(apart, of_one_set),
         )
-    first = [one for one in buckets if one not in remade]
     if remade and scene.is_large(size_of(first)):
         over = all(one.freed is not None for one in first)
         yield Cause(
@@ -77,11 +81,6 @@ def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
             size_of(first),
             describes=True,
         )
-
-
-def _is_a_bucket(scene: Scene, one: Allocation) -> bool:
-    """By its stack; of what an earlier cell made, by the name that it was given there."""
-    return _maker(scene, one) in _BUCKETS or scene.labels[one.index].name == sites.OF_BUCKETS
 
 
 def _maker(scene: Scene, one: Allocation) -> str:

@@ -78,7 +78,7 @@ def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool 
 def chooses_a_way(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether an ``if`` that does some work, or leaves it, may go by what this line reads."""
     reached = _reached(file, line, callers, places=places)
-    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("branch"))
+    return reached.goes_by("branch")
 
 
 def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
@@ -92,7 +92,7 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places:
 def goes_by_an_if(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether any ``if`` or ``match`` goes by what this line reads, whatever stands in it."""
     reached = _reached(file, line, callers, places=places)
-    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("if"))
+    return reached.goes_by("if")
 
 
 def selects(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
@@ -104,13 +104,13 @@ def selects(file: str, line: int, callers: Sequence[str] = (), places: _Places =
 def checks_for_none(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
     reached = _reached(file, line, callers, places=places)
-    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("check"))
+    return reached.goes_by("check")
 
 
 def is_printed(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     """Whether what this line reads is printed or written, or what is made of it."""
     reached = _reached(file, line, callers)
-    return any(reached.stands_in(test) or reached.has(test, _VALUE, _WAY) for test in reached.tests("printed"))
+    return reached.goes_by("printed")
 
 
 def leads_to(file: str, read: int, raised: int) -> bool:
@@ -195,6 +195,10 @@ class _Reached:
             for test in one.tests
             if test.decides == decides
         )
+
+    def goes_by(self, decides: str) -> bool:
+        """Whether a test of that kind has the value, or a way that follows from it."""
+        return any(self.stands_in(test) or self.has(test, _VALUE, _WAY) for test in self.tests(decides))
 
     def has(self, used: tuple[int, Uses], least: int, most: int) -> bool:
         number, source = used

@@ -205,10 +205,12 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
     skipped = importlib.import_module("torch._dynamo.exc").SkipFrame
 
     def fx_codegen_and_compile(graph: Any, *args: Any, **kwargs: Any) -> Any:
-        wanted = _is_for_a_card(graph) and any(getattr(config, name) for name in _TRIALS)
+        wanted, fuses = (any(getattr(config, name) for name in names) for names in (_TRIALS, _FUSIONS))
+        for_a_card = (wanted or fuses) and _is_for_a_card(graph)
+        wanted = wanted and for_a_card
         if wanted:
             otherwise["with the kernels of the default mode: a faster one that max-autotune finds may fuse more"] += 1
-        if _is_for_a_card(graph) and any(getattr(config, name) for name in _FUSIONS):
+        if fuses and for_a_card:
             otherwise["with all fusions: a card that times them leaves out those that gain nothing"] += 1
         try:
             with config.patch(_UNTIMED), trials.during(wanted):

@@ -43,23 +43,24 @@ def _marked(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
         return None
     left = [size for place, size in enumerate(into.shape) if place >= len(indices) or indices[place] is None]
     written = torch.broadcast_shapes(*(index.shape for index in tensors)).numel() * torch.Size(left).numel()
-    return _with(at_most(into), written)
+    return _added([at_most(into), written])
 
 
 @_for("scatter_ scatter scatter_add_ scatter_add", begins=True)
 def _scattered(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
     into, _, index = args[:3]
-    return _with(at_most(into), index.numel())
+    return _added([at_most(into), index.numel()])
 
 
 @_for("index_fill_ index_fill", begins=True)
 def _filled(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
     into, dim, index = args[:3]
-    return _with(at_most(into), index.numel() * into.numel() // into.shape[dim] if into.numel() else 0)
+    return _added([at_most(into), index.numel() * into.numel() // into.shape[dim] if into.numel() else 0])
 
 
-def _with(before: int | None, written: int) -> int | None:
-    return None if before is None else before + written
+def _added(bounds: list[int | None]) -> int | None:
+    known = [bound for bound in bounds if bound is not None]
+    return sum(known) if bounds and len(known) == len(bounds) else None
 
 
 @_for("_to_copy clone")
@@ -69,8 +70,7 @@ def _same(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
 
 @_for("bitwise_or bitwise_or_ logical_or logical_or_ bitwise_xor logical_xor __or__ __ior__ add add_ maximum")
 def _either(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
-    bounds = _of_both(at_most, args)
-    return None if len(bounds) < 2 or None in bounds else sum(bounds)  # type: ignore[arg-type]
+    return _added(_of_both(at_most, args))
 
 
 @_for("bitwise_and bitwise_and_ logical_and logical_and_ __and__ __iand__ mul mul_ minimum")
@@ -87,8 +87,7 @@ def _of_both(at_most: AtMost, args: Any) -> list[int | None]:
 
 @_for("cat stack")
 def _together(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
-    bounds = [at_most(tensor) for tensor in args[0]]
-    return None if None in bounds else sum(bounds)  # type: ignore[arg-type]
+    return _added([at_most(tensor) for tensor in args[0]])
 
 
 def _compared(of_numbers: Callable[[Any], bool]) -> Rule:

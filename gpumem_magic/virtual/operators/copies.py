@@ -297,23 +297,13 @@ def _nearest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
     return copies_of(out, source)
 
 
-_INTEGERS = (torch.int64, torch.int32)
-
-
 def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:
-    return bool(args[1].is_contiguous()) and args[1].dtype in _INTEGERS
+    return bool(args[1].is_contiguous())
 
 
 @special(_aten.embedding.default, plain=_is_plain_list, by_looks=True)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Rows by one list of indices, which is a copy where they do not lie as one.
-
-    (`embedding_symint` in ``Embedding.cpp`` looks at its type; that a meta tensor's is not looked at is so in 2.9.)"""
-    if args[1].dtype not in _INTEGERS:
-        raise RuntimeError(
-            "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
-            f"{args[1].type()} instead (while checking arguments for embedding)"
-        )
+    """Rows by one list of indices, which is a copy where they do not lie as one."""
     with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else bytes_of(args[1])):
         return engine.run(func, args, kwargs, device)
 
