@@ -219,6 +219,27 @@ def test_a_pause_still_says_that_the_kernel_lives(sent: list[Any]) -> None:
     front.widget.leave()
 
 
+def test_a_cell_that_ends_before_the_first_sample_has_its_picture_with_it(
+    sent: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpumem_magic.widgets.fronts import WidgetFront
+
+    observer, _ = observer_of(FakeDevice())
+    watch = Watch(10, lambda _: NoFront(), observer)
+    front = WidgetFront(observer, 0.1, lambda *request: None, watch.samples)
+    replaced: list[dict[str, Any]] = []
+    monkeypatch.setattr(front, "_replace", replaced.append)
+    front.cell_ended()
+    assert replaced == []
+    front.show(observer.observe(), "running")
+    front.show(observer.observe(), "running")
+    (bundle,) = replaced
+    assert "<img" in bundle["text/html"]
+    front.cell_ended()
+    assert len(replaced) == 2
+    front.widget.leave()
+
+
 def test_leaving_closes_every_comm() -> None:
     pytest.importorskip("anywidget", reason="the live chart needs anywidget")
     from gpumem_magic.widgets.widget import WatchWidget

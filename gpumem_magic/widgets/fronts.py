@@ -94,6 +94,7 @@ class WidgetFront(_InNotebook):
         self._number = 0
         self._known_series = 0
         self._beat = 0.0
+        self._owes_picture = False
         self._pages = 0
         self._lost: dict[str, Any] | None = None
         self.widget = WatchWidget(self._requested, samples, period=period, started=time.time())
@@ -121,11 +122,20 @@ class WidgetFront(_InNotebook):
             # Nothing to show, and still alive: the page can tell a pause from a dead kernel.
             self.widget.send_rows(ALIVE, [], (), self._number)
             self._beat = time.monotonic()
+        self._give_picture()
 
     def cell_ended(self) -> None:
         """The picture beneath the chart is today's, for a page that will have no chart."""
+        self._owes_picture = True
+        self._give_picture()
+
+    def _give_picture(self) -> None:
+        """Once there is something to draw: the cell that starts the watch may end before the first sample."""
         from gpumem_magic.views.placed import loads_widgets_on_sight
 
+        if not self._owes_picture or not any(series.ring.taken for series in self._observer.shown):
+            return
+        self._owes_picture = False
         if not self._closed and not loads_widgets_on_sight():
             self._replace(self.widget.bundle())
 
