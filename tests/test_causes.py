@@ -810,6 +810,18 @@ INNOCENT.append(
         ),
     )
 )
+# Under autocast each weight's gradient is cast to float32, too: those are gradients, and no copies.
+INNOCENT.append(
+    Case(
+        "",
+        (
+            "mixed = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(6)]).cuda()\n"
+            "x = torch.randn(1024, 1024, device='cuda')",
+            "with torch.autocast('cuda', torch.float16):\n    loss = mixed(x).float().pow(2).mean()\nloss.backward()\ndel loss\n"
+            "filled = torch.zeros(3 << 20, device='cuda')",
+        ),
+    )
+)
 TABLE = (
     "table = nn.Embedding(400000, 64).cuda()\noptimizer = torch.optim.SGD(table.parameters(), lr=0.1)\n"
     'rows = torch.randint(0, 400000, (512,), device="cuda")'
@@ -912,6 +924,16 @@ GUILTY += [
         ),
         "runs `group_norm` in float32, as autocast has it",
         device="A100-40GB,cudnn=none",
+    ),
+    # Weights of 16 bits, in a block that hasn't ended at the peak.
+    Case(
+        "float32_copy",
+        (
+            "model = nn.Linear(2048, 2048).cuda().half()\nx = torch.randn(8192, 2048, device='cuda', dtype=torch.half)",
+            "with torch.autocast('cuda'):\n    for _ in range(2):\n        loss = nn.functional.mse_loss(model(x), x)\n"
+            "        loss.backward()",
+        ),
+        "runs `mse_loss` in float32, as autocast has it",
     ),
     # huggingface/transformers#30860
     Case(

@@ -564,6 +564,18 @@ def test_a_part_of_a_category_without_a_name_is_called_a_part() -> None:
     assert told == "1,200 MiB are parameters of `net`; 1,024 MiB are parameters (of 2,224 MiB in all)"
 
 
+def test_tensors_of_which_most_came_and_went_are_not_called_what_the_rest_are() -> None:
+    def told(*kinds: str) -> str:
+        groups = [
+            TensorGroup(100 * MIB, 1, kind, "float32", (5120, 5120), statement="f(x)", line=3, keeper=str(number))
+            for number, kind in enumerate(kinds)
+        ]
+        return in_words(groups, dict.fromkeys(kinds, 100 * MIB)).partition("`f(x)` (line 3)")[2]
+
+    assert told("activations", "activations", "temporaries") == ": activations"
+    assert told("activations", "temporaries", "temporaries") == ""
+
+
 def test_parameters_that_are_whole_for_a_moment_are_told_so() -> None:
     groups = [
         TensorGroup(1025 * MIB, 32, "parameters"),

@@ -12,7 +12,7 @@ from math import prod
 import torch
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.devices.base import Birth
+from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
 
@@ -58,27 +58,31 @@ def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Al
 
 
 def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike | None:
-    """Of what is alive in the shape, and in the type of the operator's result, that in which such an operator had a part: it made
-    it, or ran before it in the same statement. None where it had a part in nothing."""
+    """Of what is alive in the shape, and in the type of the operator's result, that in which a forward operator that fits had a
+    part: it made it, or ran before it in the same statement. Of those at several places, the place's that has most; the last at
+    it. None where none had a part in anything."""
     shape, dtype = _any_view(alike.shape), alike.birth.dtype
+    trained = _trained(scene)
     events = [
         event
         for event, birth in scene.births
-        if birth.shape is not None and _any_view(birth.shape) == shape and fits(birth)
+        if birth.shape is not None and _any_view(birth.shape) == shape and not birth.node and fits(birth)
     ]
-    bytes_, found = 0, []
+    births = scene.recording.logs[scene.device].births
+    found: dict[CodePlace | None, list[tuple[int, int]]] = defaultdict(list)
     for event, size, birth in _alive(scene):
-        if birth.dtype != dtype or _any_view(birth.shape or ()) != shape:
+        if event in trained or birth.dtype != dtype or _any_view(birth.shape or ()) != shape:
             continue
         before = bisect_right(events, event)
         if before and events[before - 1] >= scene.start_of_row(event):
-            bytes_ += size
-            found.append(events[before - 1])
+            maker = events[before - 1]
+            found[births[maker].place].append((maker, size))
     if not found:
         return None
-    last = max(found)
-    birth = scene.recording.logs[scene.device].births[last]
-    return Alike(birth.shape or (), len(found), bytes_, birth, last)
+    most = max(found.values(), key=lambda its: (sum(size for _, size in its), max(its)))
+    last = max(maker for maker, _ in most)
+    birth = births[last]
+    return Alike(birth.shape or (), len(most), sum(size for _, size in most), birth, last)
 
 
 def _alive(scene: Scene) -> Iterator[tuple[int, int, Birth]]:

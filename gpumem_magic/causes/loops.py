@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import LEAST, Scene
@@ -201,30 +201,45 @@ def retry_while_handling(scene: Scene) -> Iterator[Cause]:
         if size_of(behind) >= scene.part_of_peak(10) and {*roots} == {"traceback"}:
             yield _retried(f"{retry.words[0].upper()}{retry.words[1:]} (`{retry.shown}`)", size_of(behind))
             return
-    events = scene.recording.logs[scene.device].events
     for tried, first, last in scene.program.handlers():
-        places = [place for place, (point, _, _) in enumerate(scene.points) if first <= point.line <= last]
-        if not places or scene.points[places[-1]][0].kind == "error":
-            continue
-        attempt = places[0]
-        while attempt and tried <= scene.points[attempt - 1][0].line < first:
-            attempt -= 1
-        begin, end = scene.points[attempt][1], scene.points[places[-1]][2]
-        # The block's end lets go of the error.
-        after = scene.points[places[-1] + 1 :]
-        stop = after[0][2] if after else scene.end
-        held = [
-            one
-            for one in scene.timeline.live_at(end)
-            if one.born >= begin and one.freed is not None and one.freed <= stop
-        ]
-        # Where a request failed, what the attempt asked for and gave back was before that.
-        failed = (place for place in range(begin, end) if events[place].action == "oom")
-        latest = next(failed, max((one.born for one in held), default=end))
-        work = [one for one in scene.timeline.allocations if latest < one.born < end]
-        if size_of(held) >= scene.part_of_peak(10) and size_of(work) >= LEAST:
-            yield _retried(f"Line {scene.points[places[-1]][0].line}", size_of(held))
-            return
+        inside = (place for place, (point, _, _) in enumerate(scene.points) if first <= point.line <= last)
+        for places in _runs(inside):
+            line, held = scene.points[places[-1]][0], _held_while(scene, places, tried, first)
+            if line.kind != "error" and size_of(held) >= scene.part_of_peak(10):
+                yield _retried(f"Line {line.line}", size_of(held))
+                return
+
+
+def _held_while(scene: Scene, places: Sequence[int], tried: int, first: int) -> list[Allocation]:
+    """What an attempt (from line `tried` on) had made and its error held until the ``except`` block (from line `first` on; its
+    rows are at `places`) had ended; nothing where the block itself asked for no memory."""
+    attempt = places[0]
+    while attempt and tried <= scene.points[attempt - 1][0].line < first:
+        attempt -= 1
+    begin, end = scene.points[attempt][1], scene.points[places[-1]][2]
+    # The block's end lets go of the error.
+    after = scene.points[places[-1] + 1 :]
+    stop = after[0][2] if after else scene.end
+    held = [
+        one for one in scene.timeline.live_at(end) if one.born >= begin and one.freed is not None and one.freed <= stop
+    ]
+    # Where a request failed, what the attempt asked for and gave back was before that.
+    events = scene.recording.logs[scene.device].events
+    failed = (place for place in range(begin, end) if events[place].action == "oom")
+    latest = next(failed, max((one.born for one in held), default=end))
+    work = [one for one in scene.timeline.allocations if latest < one.born < end]
+    return held if size_of(work) >= LEAST else []
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    """Each time that an ``except`` block was run: numbers that follow one another."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs
 
 
 def _retried(line: str, held: int) -> Cause:

@@ -140,7 +140,7 @@ class Witness:
 
     def cell_ended(self, namespace: Mapping[str, Any] | None, error: BaseException | None = None) -> None:
         """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
-        that an error left."""
+        that an error left: the cell's own, or one that a variable keeps."""
         self._now.clear()
         everything = self._namespace if namespace is None else namespace
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
@@ -158,9 +158,12 @@ class Witness:
                 self._see_groups(optimizer)
                 self._see_states(optimizer)
             self._see_gradients()
+            errors = [] if error is None else [error]
             for name in self._names:
-                self._see_variable(name, objects.entry(everything, name), END_LIMIT)
-            for frame in _left_by(error):
+                value = objects.entry(everything, name)
+                self._see_variable(name, value, END_LIMIT)
+                errors += [one for one in _with_members(value) if objects.is_a(one, BaseException)]
+            for frame in chain.from_iterable(map(_left_by, errors)):
                 self._see_variables_of(frame)
 
     def modules(self) -> list[torch.nn.Module]:
@@ -326,9 +329,9 @@ class Witness:
 _NEVER = (-1, -1)
 
 
-def _left_by(error: BaseException | None) -> Iterator[FrameType]:
+def _left_by(error: BaseException) -> Iterator[FrameType]:
     """The frames of the program's own functions on an error's way. What stands outside of functions has the cell's variables."""
-    traceback = None if error is None else objects.traceback_of(error)
+    traceback = objects.traceback_of(error)
     while traceback is not None:
         code = traceback.tb_frame.f_code
         if code.co_flags & CO_NEWLOCALS and whose(code.co_filename) == OWN:

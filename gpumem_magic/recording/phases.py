@@ -30,6 +30,7 @@ from gpumem_magic.recording.model import (
     OPTIMIZER,
     PHASES,
     RECOMPUTATION,
+    WIDE_WEIGHTS,
     Moment,
     Span,
 )
@@ -303,8 +304,7 @@ class Phases:
     def _autocast_ends(self) -> Callable[[bool], None]:
         one: _Open | None = None
         with self._guard("the end of autocast"):
-            if self._witness.has_wide_weights:
-                one = self._begin(AUTOCAST_ENDS, "")
+            one = self._begin(AUTOCAST_ENDS, WIDE_WEIGHTS if self._witness.has_wide_weights else "")
         return self._end_of(one, "the end of autocast")
 
     # Optimizers

@@ -330,7 +330,10 @@ def _place(members: Sequence[TensorGroup]) -> str:
 
 
 def _labels(members: Sequence[TensorGroup]) -> str:
-    """What they are, where nothing more is known of them."""
+    """What they are, where nothing more is known of them, and that is said of most."""
+    vague = sum(one.bytes for one in members if one.category in _VAGUE)
+    if 2 * vague > sum(one.bytes for one in members):
+        return ""
     words = [LABELS[name] for name in dict.fromkeys(one.category for one in members) if name not in _VAGUE]
     return f": {' and '.join(words)}" if 0 < len(words) <= _MOST_LABELS else ""
 

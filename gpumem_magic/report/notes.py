@@ -137,13 +137,40 @@ def _few(places: Sequence[str]) -> str:
 
 
 def _retries(recording: Recording, device: int) -> list[str]:
-    points = [point for point, before, now in _steps(recording, device) if now.retries > before.retries]
-    if not points:
-        return []
-    places = [place_of(point) for point in points if point.statement or point.kind != "error"]
+    """Requests that failed until the cache was emptied, and those that failed all the same, where the program went on."""
+    failed = _failed_requests(recording, device)
+    tried = [(point, now.retries - before.retries) for point, before, now in _steps(recording, device)]
+    points = [point for point, count in tried if count > failed.count(point)]
+    if recording.error is not None and recording.error.requested is not None and failed:
+        # The last is the error that ended the program.
+        points += failed[-1:] if failed[-1] not in points else []
+        failed = failed[:-1]
+    ran_out = []
+    if failed:
+        times = "" if len(failed) == 1 else f" {counted(len(failed), 'time')}"
+        ran_out = [f"Memory ran out{times}{_places(failed)}. The program caught the error and went on."]
+    return ran_out + ([f"The allocator emptied its cache to make room{_places(points)}."] if points else [])
+
+
+def _failed_requests(recording: Recording, device: int) -> list[Checkpoint]:
+    """For each request that failed, the row's checkpoint."""
+    events = recording.logs[device].events
+    points = [point for point in recording.checkpoints if device in point.moment.counters]
+    return [
+        after
+        for before, after in pairwise(points)
+        # (Before it gives up, the allocator empties its cache.)
+        if after.moment.counters[device].retries > before.moment.counters[device].retries
+        for event in events[before.moment.positions[device] : after.moment.positions[device]]
+        if event.action == "oom"
+    ]
+
+
+def _places(points: Sequence[Checkpoint]) -> str:
+    """`` in: b(), line 3; c(), line 4``; "" where none has words."""
+    places = list(dict.fromkeys(place_of(point) for point in points if point.statement or point.kind != "error"))
     more = f", and in {counted(len(places) - 3, 'more row')}" if len(places) > 3 else ""
-    where = f" in: {'; '.join(places[:3])}{more}" if places else ""
-    return [f"The allocator emptied its cache to make room{where}."]
+    return f" in: {'; '.join(places[:3])}{more}" if places else ""
 
 
 def _context_growth(recording: Recording, device: int) -> list[str]:
