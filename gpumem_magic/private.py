@@ -74,7 +74,10 @@ def resolve(name: str) -> Any:
     if "(" in name:
         # An object is made to look at; the register's own text, and nobody else's.
         head, _, last = name.rpartition(".")
-        return getattr(eval(head, {parts[0]: importlib.import_module(parts[0])}), last)
+        module, torch = importlib.import_module(parts[0]), importlib.import_module("torch")
+        # (Whatever the program has set: without gradients no tensor has a node.)
+        with torch.inference_mode(False), torch.enable_grad():
+            return getattr(eval(head, {parts[0]: module}), last)
     homes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
     loaded = [home for home in homes if home in sys.modules][:1]
     # What is loaded first; then by import, because a module may hide behind a function of its name.

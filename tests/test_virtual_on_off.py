@@ -21,11 +21,13 @@ import torch.cuda.streams
 import torch.distributions
 import torch.utils._device
 import torch.utils._foreach_utils
+from asked_for import made
 from torch._subclasses import fake_tensor
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.rules import AllocatorSettings
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import gradients_that_meet
 
 OPERATORS = ("mm", "linear", "softmax.int", "scaled_dot_product_attention", "binary_cross_entropy")
 
@@ -150,6 +152,23 @@ def test_everything_is_as_before_after_an_interrupt_in_the_middle() -> None:
     (torch.ones(2, device="cuda") + 1).cpu()
     gpu.turn_off()
     assert differences(before, state()) == []
+
+
+@pytest.mark.parametrize("setting", [torch.no_grad, torch.inference_mode, torch.autograd.detect_anomaly])
+def test_it_is_turned_on_whatever_the_program_has_set(
+    setting: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients_that_meet._Learning, "found", None)
+    with warnings.catch_warnings():
+        # (PyTorch says that looking for anomalies is slow.)
+        warnings.filterwarnings("ignore", "Anomaly Detection")
+        with setting():
+            gpu.turn_on("T4")
+            assert torch.is_anomaly_enabled() == (setting is torch.autograd.detect_anomaly)
+    x = torch.zeros(1024, device="cuda", requires_grad=True)
+    # The second gradient is added to the first.
+    out = x.neg() + x.neg()
+    assert made(lambda: torch.autograd.grad(out, x, torch.zeros_like(out))) == [4096, 4096, 4096]
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), KeyboardInterrupt()])

@@ -54,7 +54,13 @@ def learn(engine: Engine) -> None:
         return
     _Learning.running = True
     try:
-        with torch.inference_mode(False), torch.enable_grad(), none_of_the_programs():
+        # Whatever the program has set.
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autograd.set_detect_anomaly(False),
+            none_of_the_programs(),
+        ):
             leaf = torch.empty(0, device="cuda", requires_grad=True)
             middle = leaf.neg()
             # None of these keeps a tensor, so no hook of the program's is called.
