@@ -155,6 +155,12 @@ def may_resize(func: Any) -> bool:
     return "resize" in schema.name or any(argument.is_out for argument in schema.arguments)
 
 
+def writes_first(func: Any) -> bool:
+    """Whether the operator writes to its first argument in place."""
+    schema = getattr(func, "_schema", None)
+    return schema is not None and bool(schema.arguments) and schema.arguments[0].is_write
+
+
 def node_now() -> int:
     """A number for the node of the backward pass that this thread is in; 0 outside of one."""
     if not STATE.backward:

@@ -34,7 +34,15 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.private import aten, overloads
 from gpumem_magic.uninterrupted import Uninterrupted
-from gpumem_magic.virtual.engine import contractions, indexing, kernel_rules, older_functions, supplied, waiting
+from gpumem_magic.virtual.engine import (
+    contractions,
+    indexing,
+    kernel_rules,
+    older_functions,
+    supplied,
+    views_anew,
+    waiting,
+)
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
@@ -50,6 +58,7 @@ from gpumem_magic.virtual.engine.calls import (
     with_constants,
     write_by_others,
     writes_by_others,
+    writes_first,
 )
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
@@ -134,7 +143,7 @@ class Met(NamedTuple):
     parts: what runs the others that it is made of, if it is. again: whether its results and its memory are the same for all
     arguments that look alike, unless `plain` says no.
     body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
-    may say no of arguments that look like others of which it said yes.
+    may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
     """
 
     func: Any
@@ -149,6 +158,7 @@ class Met(NamedTuple):
     body: Callable[..., Any] | None
     takes_after: bool
     asks: bool
+    writes: bool
 
 
 @functools.cache
@@ -421,6 +431,8 @@ class Engine:
             sparse_handler: Callable[..., Any] = table.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
+        if met.writes and type(args[0]) is VirtualTensor:
+            views_anew.note(args[0])
         found = self.again(met, func, args, kwargs, device, answer) if met.again else None
         if found is not None:
             return found[0]
@@ -464,6 +476,7 @@ class Engine:
             body,
             self.memory.takes_after(func),
             plain is not None and func not in PLAIN_BY_LOOKS,
+            not allocates and writes_first(func),
         )
         return met
 

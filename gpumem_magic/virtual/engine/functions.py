@@ -10,21 +10,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.autograd.forward_ad
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from gpumem_magic.looks.tensors import is_view
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.host_calls import is_plain
-from gpumem_magic.virtual.engine.modes import STATE, undisturbed
+from gpumem_magic.virtual.engine.modes import STATE, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _MOST = 20_000
 # So many calls that came down to something else, and a function is not looked at any more.
 _ENOUGH = 4
-_tracing = torch._C._get_tracing_state
 _COPY = _aten._to_copy.default
 
 
@@ -89,13 +86,6 @@ class Shortcut(NamedTuple):
         if torch.is_grad_enabled() and is_view(tensor):
             return False
         return torch.is_inference_mode_enabled() or not tensor.is_inference()
-
-
-def seen_by_others() -> bool:
-    """Whether a trace, the compiler or a pass of tangents would see an operator on plain tensors."""
-    return (
-        _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 class HostCopy(NamedTuple):

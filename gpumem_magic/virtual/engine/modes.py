@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.forward_ad
 from torch._C import _get_dispatch_stack_at, _len_torch_dispatch_stack  # the active dispatch modes
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -30,6 +32,7 @@ META = torch.device("meta")
 _NUMBERED: dict[int, torch.device] = {}
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_tracing = torch._C._get_tracing_state
 _autocast, _transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 # As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
 _plain_dispatch = FakeTensorMode.dispatch
@@ -249,6 +252,13 @@ def unseen() -> Any:
 def undisturbed() -> bool:
     """Whether neither modes nor autocast nor transforms of this thread would see an operator on plain tensors."""
     return not (_len_torch_dispatch_stack() or _autocast() or _transforms())
+
+
+def seen_by_others() -> bool:
+    """Whether a trace, the compiler or a pass of tangents would see an operator on plain tensors."""
+    return (
+        _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
+    )
 
 
 def has_others(mode: TorchDispatchMode) -> bool:

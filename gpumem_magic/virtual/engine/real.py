@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import kernel_rules
+from gpumem_magic.virtual.engine import kernel_rules, views_anew
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import node_now, sparse_layout, with_size
 from gpumem_magic.virtual.engine.computing import (
@@ -31,7 +31,7 @@ from gpumem_magic.virtual.engine.computing import (
     touches_values,
 )
 from gpumem_magic.virtual.engine.engine import Met
-from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall, seen_by_others
+from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -43,7 +43,7 @@ from gpumem_magic.virtual.engine.host_calls import (
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory
 from gpumem_magic.virtual.engine.memory import Memory
-from gpumem_magic.virtual.engine.modes import STATE, pushed, undisturbed
+from gpumem_magic.virtual.engine.modes import STATE, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -269,6 +269,8 @@ class RealEngine(ComputingEngine):
             answer = self.alike.found(self.alike.looks(func, args, kwargs))
             if answer is None or self.memory.is_recorded(answer.device):
                 return NotImplemented
+            if met.writes and type(args[0]) is VirtualTensor:
+                views_anew.note(args[0])
             self._begin(answer.device)
             out = self.alike.given(answer, args, kwargs)
             made, placement = answer.made[0], None
@@ -301,6 +303,8 @@ class RealEngine(ComputingEngine):
         if function is not None and gives_one and not self._nested and self.tape is None:
             found = self.again(met, func, args, kwargs, device, answer)
             if found is not None:
+                if met.writes and type(args[0]) is VirtualTensor:
+                    views_anew.note(args[0])
                 with no_functions() if undisturbed() else host_only():
                     self._operate_again(func, args, kwargs, found[0], found[1])
                 return found[0]

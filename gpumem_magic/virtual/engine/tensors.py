@@ -40,6 +40,7 @@ from gpumem_magic.virtual.engine.modes import (
     with_dispatch_of_its_own,
 )
 from gpumem_magic.virtual.engine.older_functions import LETTING_GO_FROM
+from gpumem_magic.virtual.engine.views_anew import WRITTEN, after_function, before_function
 
 _NOTHING = nullcontext()
 # What runs no Python of the program's, so that it is over soon.
@@ -293,6 +294,8 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 # (An attribute: what C++ runs for one has a tensor among its arguments.)
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
+            if WRITTEN.before:
+                before_function((*args, *kwargs.values()) if kwargs else args)
             if kwargs and "generator" in kwargs:
                 # (C++ hands another object on, which does not know what it is for.)
                 check_generator(kwargs["generator"], "cuda")
@@ -305,11 +308,16 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 # (Which cannot run Python of the program's. What we put in its place was called before.)
                 found = engine.at_once(plain, args, kwargs)
                 if found is not NotImplemented:
+                    if WRITTEN.now:
+                        after_function()
                     return found
             # C++ asks Python for an operator's rule where it can't pass on an exception: a Ctrl-C there would end the process.
             waits = engine.uninterrupted if is_a(func, _OF_C) else _NOTHING
             with waits, pushed(engine.mode):
-                return func(*args, **(kwargs or {}))
+                out = func(*args, **(kwargs or {}))
+            if WRITTEN.now:
+                after_function()
+            return out
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
             if isinstance(error, RuntimeError) and error.args and _META_WORDS.search(str(error.args[0])):
