@@ -115,3 +115,15 @@ def test_a_raw_timeline_is_one_without_addresses(traces: ModuleType, tmp_path: P
     ]  # fmt: skip
     assert [segment.total_size for segment in recording.start] == [512]
     assert recording.growth == (3072, 1536)
+
+
+def test_a_timeline_of_sums_tells_what_is_freed_together_as_one(traces: ModuleType, tmp_path: Path) -> None:
+    """`export_memory_timeline` into ``.json``: times, and at each how much there is of every category."""
+    path = tmp_path / "timeline.json"
+    # There are 4 KiB at first; 1 and 2 KiB are made, the 1 KiB becomes another kind, and both go at once.
+    sums = [[0, 4096, 0], [0, 4096, 1024], [0, 4096, 3072], [0, 5120, 2048], [0, 4096, 0], [0, 0, 0]]
+    path.write_text(json.dumps([list(range(6)), sums]))
+    real, addressed = traces.read(path)
+    assert not addressed
+    lives = sorted((life.size, life.born >= 0, life.freed is not None) for life in real.timeline.allocations)
+    assert lives == [(1024, True, True), (2048, True, True), (4096, False, True)]

@@ -13,6 +13,7 @@ from scratch_memory import scratch
 from torch import nn
 
 import gpumem_magic
+from gpumem_magic.snapshot.rules import round_size
 from gpumem_magic.units import GIB, MIB
 from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
@@ -132,6 +133,34 @@ def test_before_it_is_what_recordings_show(
     call: Convolution, version: tuple[int, int], capability: tuple[int, int], recorded: int
 ) -> None:
     assert estimate(call, capability, version) == recorded
+
+
+def images(edge: int, given: int, made: int, points: int = 1, stride: int = 1, many: int = 128) -> dict[str, Any]:
+    return {
+        "fine": (many, given, edge, edge), "weight": (made, given, points, points), "stride": (stride, stride),
+        "coarse": (many, made, edge // stride, edge // stride), "padding": (points // 2, points // 2),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("way", "layer", "block"),
+    [
+        ("forward", images(56, 64, 256), 0),
+        ("input", images(28, 512, 128), 0),
+        ("forward", images(7, 512, 2048), 17_039_872),
+        ("forward", images(7, 2048, 512), 55_575_040),
+        ("input", images(7, 512, 2048), 68_420_096),
+        ("weight", images(7, 2048, 512), 64_225_792),
+        ("weight", images(56, 64, 64), 2_097_152),
+        ("weight", images(28, 512, 256), 67_108_864),
+        ("forward", images(224, 3, 64, points=7, stride=2), 75_776),
+        ("forward", images(56, 64, 64, points=3), 102_908_416),
+    ],
+)
+def test_before_it_is_what_a_recording_of_many_images_shows(way: str, layer: dict[str, Any], block: int) -> None:
+    """`resnet50-imagenet-timeline`, on an A100 with 2.3, which has blocks."""
+    asked = estimate(convolution(way, **layer), A100, (2, 3))
+    assert (round_size(asked) if asked else 0) == block
 
 
 def test_kernels_of_one_point_that_are_no_plain_product() -> None:

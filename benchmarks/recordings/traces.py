@@ -3,14 +3,16 @@ recording that is compared like a snapshot's.
 
 Each event has the size of the block that the allocator gave, not what was asked for; the virtual side is told in blocks, too.
 Where there are no addresses (traces of PyTorch 1.9, timelines), a free is that of the youngest block of its size, on both sides.
+A timeline of sums (``.json``) tells changes of one microsecond as one: what is freed together is taken apart.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations_with_replacement, pairwise
 from pathlib import Path
 
 from gpumem_magic.snapshot.model import ACTIVE, Block, Frame, Segment, TraceEvent
@@ -28,7 +30,7 @@ def read(path: Path, device: int = 0) -> tuple[Recorded, bool]:
     content = path.read_bytes()
     trace = json.loads(gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content)
     if isinstance(trace, list):
-        return _of_blocks(((0, size) for _, action, size, _ in trace if action in (_CREATE, _DESTROY)), False), False
+        return _of_blocks(_raw(trace) if len(trace) != 2 else _summed(trace[1]), False), False
     events = [event for event in trace["traceEvents"] if event.get("name") == "[memory]"]
     # A trace tells one thread after the other: backward's may come before that of the forward.
     events.sort(key=lambda event: float(event.get("ts", 0)))
@@ -53,6 +55,34 @@ def in_blocks(recording: Recorded, addressed: bool) -> Recorded:
     return _of_blocks(
         ((address, size) for _, address, size in changes), addressed, [frames[event] for event, _, _ in changes]
     )
+
+
+def _raw(rows: Iterable[Sequence[int]]) -> Iterable[tuple[int, int]]:
+    return ((0, size) for _, action, size, _ in rows if action in (_CREATE, _DESTROY))
+
+
+def _summed(totals: Iterable[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    """Of a timeline that has only how much there was of each category after each microsecond."""
+    live: Counter[int] = Counter()
+    for before, after in pairwise(sum(one) for one in totals):
+        if after > before:
+            live[after - before] += 1
+            yield 0, after - before
+        elif after < before:
+            for size in _freed_at_once(before - after, live):
+                live[size] -= 1
+                yield 0, -size
+
+
+def _freed_at_once(size: int, live: Counter[int]) -> Iterable[int]:
+    """A block of that size; where there is none, two or three that are as much together."""
+    sizes = [one for one, count in live.items() if count > 0]
+    for others in range(3):
+        for chosen in combinations_with_replacement(sizes, others):
+            parts = Counter((*chosen, size - sum(chosen)))
+            if all(live[part] >= count for part, count in parts.items()):
+                return parts.elements()
+    return [size]
 
 
 def _of_blocks(
