@@ -1409,7 +1409,7 @@ def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
         for code in case.cells[:-1]:
             book.cell(code)
         report = book.measured(case.cells[-1])
-        assert case.tells in names(report), report.causes
+        assert case.tells in names(report), (report.error, report.notes)
         (cause,) = [one for one in report.causes if one.name == case.tells]
         assert case.says in f"{cause.text} {cause.remedy}"
         assert f"{cause.text} {cause.remedy}".strip() in report.notes

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from asked_for import made
+from asked_for import made, steps
+from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators import own_formulas
@@ -171,6 +172,8 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
             "prod.dim_int": [0],
             "masked_fill.Tensor": [x.detach() > 2, torch.tensor(1.0, device=where)],
             "renorm": [2, 0, 1],
+            "maximum": [x.detach()],
+            "minimum": [x.detach()],
         }
         return type(operator(x, *more.get(operator.__name__.removesuffix(".default"), [])).grad_fn).__name__
 
@@ -218,3 +221,45 @@ def test_cumprod_with_a_zero_and_a_graph_leaves_out_one_after_another(device: An
     assert found[10:17] == [8, 8, 8, 8, 16, 16, 8]
     # What is before the last.
     assert found[17:] == [8, 8, 8]
+
+
+@pytest.mark.parametrize("larger", [torch.maximum, torch.minimum])
+@pytest.mark.parametrize(
+    ("version", "share"),
+    [
+        # The half, where both are equal, the choice, and where the other's alone is.
+        ("2.13", [96, 24, 96, 24]),
+        # That first, and in the end a copy.
+        ("2.14", [24, 96, 24, 96, 96]),
+    ],
+)
+def test_the_larger_ones_gradient_is_that_of_the_devices_version(version: str, share: list[int], larger: Any) -> None:
+    gpu.turn_on(f"H100,torch={version}")
+    try:
+        x, y = (source().cuda().requires_grad_() for _ in range(2))
+        assert gradients(larger(x, y), x, y) == 2 * share
+        assert gradients(larger(x.detach(), y), y) == share
+        # Broadcast numbers get the sum of theirs.
+        row = torch.zeros(6, device="cuda", requires_grad=True)
+        assert gradients(larger(x, row), x, row) == [*share, *share, 24]
+    finally:
+        gpu.turn_off()
+
+
+@pytest.mark.parametrize("larger", [torch.maximum, torch.minimum])
+def test_what_stands_for_another_version_is_what_this_one_does(
+    device: Any, larger: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory on this version, and in value."""
+    gpu.turn_on(f"H100,torch={'.'.join(map(str, TORCH))},values=real")
+    x, y = torch.tensor([1.0, 2.0, 3.0]).cuda().requires_grad_(), torch.tensor([2.0, 2.0, 1.0]).cuda().requires_grad_()
+
+    def found() -> tuple[list[tuple[str, int]], list[Any]]:
+        out, given = larger(x, y), torch.tensor([1.0, 3.0, 5.0], device="cuda")
+        kept: list[Any] = []
+        asked = steps(lambda: kept.extend(torch.autograd.grad(out, (x, y), given)))
+        return asked, [type(out.grad_fn).__name__, *(one.tolist() for one in kept)]
+
+    by_torch = found()
+    monkeypatch.setattr(own_formulas, "_runs_since", lambda version: version > TORCH)
+    assert found() == by_torch

@@ -6,6 +6,8 @@ where there are none, and that of `masked_fill`'s value a whole tensor where a d
 find its norms in double precision, as the host does. CUDA builds of PyTorch 2.1, 2.6, 2.11 and 2.13 ask for what these formulas
 do, of `prod` those of 2.1 and 2.6.
 
+Others get one where the device's PyTorch has another formula than the one that runs.
+
 The formulas are differentiated in their turn, so a gradient's gradient is that of the device's way, too. What C++ makes in one
 expression it makes from right to left, and lets go of at its end; its variables go in the opposite order in which they came.
 """
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+from torch.torch_version import TorchVersion
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
@@ -28,10 +31,19 @@ from gpumem_magic.virtual.operators.data_dependent import found_among
 
 # Of a call: the context, the gradient, what was kept; gives the gradients of the operator's arguments.
 _Formula = Callable[[Any, torch.Tensor], tuple[Any, ...]]
+_Version = tuple[int, int]
 
 
-def _with_node(operator: Any, name: str, keeps: tuple[int, ...], with_result: bool, formula: _Formula) -> Any:
-    """A kernel for tensors with a gradient. keeps: the arguments that the node keeps; name: C++'s for it."""
+def _with_node(
+    operator: Any,
+    name: str,
+    keeps: tuple[int, ...],
+    with_result: bool,
+    formula: _Formula,
+    changed: _Version | None = None,
+) -> Any:
+    """A kernel for tensors with a gradient. keeps: the arguments that the node keeps; name: C++'s for it; changed: the first
+    PyTorch with another formula, where C++'s node does for devices on the same side of it as the PyTorch that runs."""
 
     class Node(torch.autograd.Function):
         @staticmethod
@@ -56,6 +68,7 @@ def _with_node(operator: Any, name: str, keeps: tuple[int, ...], with_result: bo
         if (
             not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors))
             or not isinstance(args[0], VirtualTensor)
+            or (changed is not None and (version_of(args[0]) >= changed) == _runs_since(changed))
             or torch._C._are_functorch_transforms_active()
             or any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
         ):
@@ -65,6 +78,11 @@ def _with_node(operator: Any, name: str, keeps: tuple[int, ...], with_result: bo
         return Node.apply(kwargs, *whole)  # type: ignore[no-untyped-call]
 
     return kernel
+
+
+def _runs_since(version: _Version) -> bool:
+    """Whether the PyTorch that runs is that one or a newer one."""
+    return TorchVersion(torch.__version__) >= ".".join(map(str, version))
 
 
 # ---- prod
@@ -233,13 +251,53 @@ def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[in
     return found
 
 
+# ---- maximum and minimum
+
+# Since when what has no share is cleared in a copy, by a mask that is found first (derivatives.yaml; 2.13.0 clears it in place).
+_CLEARED_IN_COPY_FROM = (2, 14)
+
+
+def _maximum_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    source, other = ctx.saved_tensors
+    return _shares(ctx, gradient, lambda: source < other, lambda: source > other)
+
+
+def _minimum_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    source, other = ctx.saved_tensors
+    return _shares(ctx, gradient, lambda: source > other, lambda: source < other)
+
+
+def _shares(
+    ctx: Any, gradient: Any, others_alone: Callable[[], torch.Tensor], sources_alone: Callable[[], torch.Tensor]
+) -> tuple[Any, ...]:
+    """Both arguments' gradients, each without where the other argument's alone is; where they are equal, each has a half."""
+    source, other = ctx.saved_tensors
+    of_other = _share(gradient, source, other, sources_alone) if ctx.needs_input_grad[2] else None
+    return _share(gradient, source, other, others_alone) if ctx.needs_input_grad[1] else None, of_other
+
+
+def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.Tensor]) -> torch.Tensor:
+    first = without() if version_of(source) >= _CLEARED_IN_COPY_FROM else None
+    half = gradient / 2
+    equal = source == other
+    shared = torch.where(equal, half, gradient)
+    if first is None:
+        shared.masked_fill_(without(), 0)
+    else:
+        shared = shared.masked_fill(first, 0)
+    del equal, half, first
+    return shared
+
+
 _NODES = {
-    operator: _with_node(operator, name, keeps, with_result, formula)
-    for operator, name, keeps, with_result, formula in (
+    operator: _with_node(operator, name, keeps, with_result, formula, *changed)
+    for operator, name, keeps, with_result, formula, *changed in (
         (_aten.prod.default, "ProdBackward0", (0,), True, _prod_backward),
         (_aten.prod.dim_int, "ProdBackward1", (0,), True, _prod_along_backward),
         (_aten.masked_fill.Tensor, "MaskedFillBackward1", (1,), False, _masked_fill_backward),
         (_aten.renorm.default, "RenormBackward0", (0,), False, _renorm_backward),
+        (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
+        (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
     )
 }
 
