@@ -43,9 +43,11 @@ WRITTEN = _WrittenTensors()
 
 def note(tensor: Any) -> None:
     """An operator writes to a virtual tensor in place."""
-    with no_functions():
-        if torch.is_grad_enabled() or (requires_grad(tensor) and is_view(tensor)):
-            WRITTEN.now.append(weakref.ref(tensor))
+    if not torch.is_grad_enabled():
+        with no_functions():
+            if not (is_view(tensor) and requires_grad(tensor)):
+                return
+    WRITTEN.now.append(weakref.ref(tensor))
 
 
 def after_function() -> None:
