@@ -124,6 +124,9 @@ OLD, LESS_OLD = (2, 2), (2, 5)
         # `octree-nca-slide-inference-2.3`, on an RTX 3090.
         (convolution(fine=(1, 32, 604, 604), weight=(64, 32, 1, 1), coarse=(1, 64, 604, 604)), (2, 3), (8, 6), 128 * MIB),
         (convolution(fine=(1, 64, 604, 604), weight=(13, 64, 1, 1), coarse=(1, 13, 604, 604)), (2, 3), (8, 6), 0),
+        # `octree-nca-training-forward`, likewise: sums of patches.
+        (convolution(fine=(2, 1, 40, 40, 20), weight=(1, 1, 12, 12, 5), coarse=(2, 1, 29, 29, 16), stride=(1, 1, 1),
+                     padding=(0, 0, 0), dilation=(1, 1, 1)), (2, 3), (8, 6), 0),
         # `particle-transformer-batches-of-128-trace`, on an A100.
         (convolution(fine=(128, 64, 8256), weight=(64, 64, 1), coarse=(128, 64, 8256), stride=(1,), padding=(0,),
                      dilation=(1,), dtype=torch.half), LESS_OLD, A100, 0),

@@ -190,7 +190,7 @@ def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf
         if call.way == "forward" and _begins_with_images(call):
             if recorded:
                 return sum(_copies(call, 1))
-            if version < _FIRST_THAT_ANSWERS:
+            if version < _FIRST_THAT_ANSWERS and call.coarse[1] >= _CHANNELS_TOGETHER:
                 return 2 * _copies(call, 1)[1]
         return _in_tf32(call, capability)
     if not _has_tensor_cores(call.dtype, capability):
