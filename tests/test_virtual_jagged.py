@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -135,6 +136,45 @@ def test_attention_is_that_of_each_sequence(dtype: torch.dtype, is_causal: bool)
         gpu.turn_off()
 
 
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (2, 0), (2, 1)], ids=str)
+@pytest.mark.parametrize("queries", [[0, 15, 40], [0, 3, 9]], ids=["as many", "fewer queries"])
+def test_flash_attention_of_sequences_sees_its_window(queries: list[int], window: tuple[int, int]) -> None:
+    """As `torch.nn.attention.varlen` calls it: a window ends with the last key, and the seed of the backward pass is another."""
+    keys = [0, 15, 40]
+    given = [torch.randn(ends[-1], 2, 16).bfloat16() for ends in (queries, keys, keys)]
+    leaves = [one.float().requires_grad_() for one in given]
+    expected = []
+    for first, last, start, end in zip(queries, queries[1:], keys, keys[1:], strict=False):
+        parts = [
+            one[a:b].transpose(0, 1)[None]
+            for one, (a, b) in zip(leaves, [(first, last), (start, end), (start, end)], strict=True)
+        ]
+        distance = torch.arange(end - start)[None] - torch.arange(end - start - (last - first), end - start)[:, None]
+        seen = ((distance >= -window[0]) | (window[0] < 0)) & ((distance <= window[1]) | (window[1] < 0))
+        expected.append(F.scaled_dot_product_attention(*parts, attn_mask=seen)[0].transpose(0, 1))
+    weights = torch.randn(queries[-1], 2, 16).bfloat16()
+    torch.autograd.backward(torch.cat(expected), weights.float())
+    aten = torch.ops.aten
+    gpu.turn_on("A100,values=real")
+    try:
+        query, key, value = (one.cuda() for one in given)
+        ends = [torch.tensor(one, dtype=torch.int32).cuda() for one in (queries, keys)]
+        sizes: tuple[Any, ...] = (*ends, 25, 25, 0.0, window == (-1, 0))
+        sides = {"window_size_left": window[0], "window_size_right": window[1]}
+        out, sums, *_ = aten._flash_attention_forward(query, key, value, *sizes, False, **sides)
+        seed, unused = torch.zeros(2, dtype=torch.uint64, device="cuda"), torch.empty(0, device="cuda")
+        gradients = aten._flash_attention_backward(
+            weights.cuda(), query, key, value, out, sums, *sizes, seed, unused, **sides
+        )
+        close = {"rtol": 5e-2, "atol": 5e-2}
+        torch.testing.assert_close(out.cpu().float(), torch.cat(expected), **close)
+        for leaf, found in zip(leaves, gradients, strict=True):
+            assert leaf.grad is not None
+            torch.testing.assert_close(found.cpu().float(), leaf.grad, **close)
+    finally:
+        gpu.turn_off()
+
+
 def test_the_kernel_for_sequences_of_one_length_is_refused_in_one_line_with_real_values() -> None:
     """`xformers` calls it; the host computes it for sequences one after the other."""
     gpu.turn_on("A100,values=real")
@@ -196,9 +236,27 @@ def test_their_attention_is_compiled(shapes_only: gpu.VirtualMachine) -> None:
     assert not [note for note in shapes_only.notes() if "torch.compile" in note]
 
 
-def test_the_strided_layout_is_refused_in_one_line(machine: gpu.VirtualMachine) -> None:
-    with pytest.raises(NotImplementedError, match=r"nested tensor in the strided layout. Use layout=torch\.jagged or"):
-        torch.nested.nested_tensor(rows())
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nested.nested_tensor(rows()),
+        lambda: torch.nested.as_nested_tensor(rows()),
+        lambda: torch._nested_tensor_from_mask(
+            torch.ones(2, 3, 4, device="cuda"), torch.ones(2, 3, device="cuda").bool()
+        ),
+    ],
+    ids=["nested_tensor", "as_nested_tensor", "by a mask"],
+)
+def test_the_strided_layout_is_refused_in_one_line(make: Callable[[], torch.Tensor], values: str) -> None:
+    gpu.turn_on(f"A100,values={values}")
+    try:
+        with pytest.raises(
+            NotImplementedError, match=r"nested tensor in the strided layout. Use layout=torch\.jagged or"
+        ):
+            make()
+    finally:
+        gpu.turn_off()
 
 
 def test_everything_is_undone() -> None:

@@ -44,6 +44,7 @@ from gpumem_magic.virtual.engine import (
     waiting,
 )
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
+from gpumem_magic.virtual.engine.arguments import ARGUMENT_CHECKS
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     device_among,
@@ -584,6 +585,8 @@ class Engine:
         refuse_mixed_types(func, args)
         if func in IN_FULL_PRECISION:
             refuse_half_precision(func, args, kwargs)
+        if func in ARGUMENT_CHECKS:
+            ARGUMENT_CHECKS[func](*args, **kwargs)
         remembers = self.fake.cache_enabled
         if looks is None and self.alike.zeros:
             # (It takes known zeros for other tensors that look so.)

@@ -141,7 +141,7 @@ def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
     """Raises CUDA's error where an operator's kernel is for float32 and wider types alone. (Without elements none is run.)"""
     name = IN_FULL_PRECISION.get(func)
     if name is not None and args[0].dtype in _HALVES and args[0].numel():
-        raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{_scalar_name(args[0].dtype)}'")
+        raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
 def refuse_mixed_types(func: Any, args: Any) -> None:
@@ -159,12 +159,12 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             f"{_type_name(args[1])} instead (while checking arguments for embedding)"
         )
     if func in _MASKED and args[1].dtype != torch.bool:
-        raise RuntimeError(_MASKED[func].format(_scalar_name(args[1].dtype)))
+        raise RuntimeError(_MASKED[func].format(scalar_name(args[1].dtype)))
     first = _PRODUCTS.get(func)
     if first is not None:
         left, right = args[first], args[first + 1]
         if left.dtype != right.dtype:
-            names = _scalar_name(left.dtype), _scalar_name(right.dtype)
+            names = scalar_name(left.dtype), scalar_name(right.dtype)
             if func in _BATCHED:
                 raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
             if func is _aten.mm.default:
@@ -182,7 +182,7 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         and args[0].dtype not in _FLOATS
         and all(arg.numel() for arg in args[:2] if isinstance(arg, torch.Tensor))
     ):
-        raise NotImplementedError(f"\"{kernel}\" not implemented for '{_scalar_name(args[0].dtype)}'")
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
 def check_generator(generator: Any, kind: str) -> None:
@@ -215,7 +215,7 @@ def _refuse_host_images(
 
 
 def _type_name(tensor: Any) -> str:
-    name = _scalar_name(tensor.dtype)
+    name = scalar_name(tensor.dtype)
     return f"torch.{'cuda.' if tensor.device.type == 'cuda' else ''}{name}Tensor"
 
 
@@ -296,7 +296,7 @@ _NAMES_OF_C = {
 
 
 def _type_of_c(dtype: torch.dtype) -> str:
-    return _NAMES_OF_C.get(dtype) or f"c10::{_scalar_name(dtype)}"
+    return _NAMES_OF_C.get(dtype) or f"c10::{scalar_name(dtype)}"
 
 
 _SCALAR_NAMES = {
@@ -314,7 +314,7 @@ _SCALAR_NAMES = {
 }
 
 
-def _scalar_name(dtype: torch.dtype) -> str:
+def scalar_name(dtype: torch.dtype) -> str:
     return _SCALAR_NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 

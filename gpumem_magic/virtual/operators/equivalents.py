@@ -192,11 +192,25 @@ def _together(parts: Sequence[Any]) -> Any:
 
 
 def _each(
-    query: Any, key: Any, value: Any, ends: tuple[Any, Any], noises: Sequence[Any], is_causal: bool, scale: float | None
-) -> list[_AttentionCall]:
-    """A call for each sequence. ends: of queries, and of keys."""
+    query: Any, key: Any, value: Any, ends: tuple[Any, Any], noises: Sequence[Any], is_causal: bool, scale: float | None,
+    window: tuple[int, int] = (-1, -1),
+) -> list[_AttentionCall]:  # fmt: skip
+    """A call for each sequence. ends: of queries, and of keys. window: how many keys before and after its own place a query
+    sees (-1: all), where the last query stands at the last key."""
     parts = zip(_apart(query, ends[0]), _apart(key, ends[1]), _apart(value, ends[1]), noises, strict=True)
-    return [_AttentionCall(q, k, v, None, is_causal, scale, noise) for q, k, v, noise in parts]
+    return [_AttentionCall(q, k, v, _outside(q, k, *window), is_causal, scale, noise) for q, k, v, noise in parts]
+
+
+def _outside(query: Any, key: Any, before: int, after: int) -> Any:
+    """What is added to the scores so that a query sees its window alone (`mask.h` of FlashAttention); None where it sees all."""
+    if before < 0 and after < 0:
+        return None
+    rows, columns = query.shape[-2], key.shape[-2]
+    place = torch.arange(columns)[None] - torch.arange(columns - rows, columns)[:, None]
+    unseen = (place < -before) if before >= 0 else torch.zeros_like(place, dtype=torch.bool)
+    if after >= 0:
+        unseen |= place > after
+    return torch.zeros(rows, columns, dtype=query.dtype).masked_fill_(unseen, float("-inf"))
 
 
 def _noises(query: Any, key: Any, ends: tuple[Any, Any], p: float) -> list[Any]:
@@ -206,11 +220,15 @@ def _noises(query: Any, key: Any, ends: tuple[Any, Any], p: float) -> list[Any]:
 @equivalent(_aten._flash_attention_forward.default, gives=2)
 def _flash_of_sequences(
     query: Any, key: Any, value: Any, ends_q: Any, ends_k: Any, max_q: Any, max_k: Any, dropout_p: float, is_causal: bool,
-    *_: Any, scale: float | None = None, **__: Any,
+    *_: Any, scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None,
+    seqused_k: Any = None, alibi_slopes: Any = None, block_table: Any = None, **__: Any,
 ) -> Any:  # fmt: skip
+    if ends_q is None or any(one is not None for one in (seqused_k, alibi_slopes, block_table)):
+        refuse_to_compute(_aten._flash_attention_forward.default, "the host has no kernel for it")
     ends = ends_q, ends_k
     noises = _noises(query, key, ends, dropout_p)
-    found = [one.forward() for one in _each(query, key, value, ends, noises, is_causal, scale)]
+    is_causal, window = _window(is_causal, window_size_left, window_size_right, ends)
+    found = [one.forward() for one in _each(query, key, value, ends, noises, is_causal, scale, window)]
     sums = torch.cat([sums[0, :, : out.shape[2]] for out, sums in found], -1)
     return (_together([out for out, _ in found]), sums, *[None] * 3), noises
 
@@ -218,18 +236,33 @@ def _flash_of_sequences(
 @equivalent(_aten._flash_attention_backward.default, takes=12)
 def _flash_of_sequences_backward(
     noises: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, sums: Any, ends_q: Any, ends_k: Any, max_q: Any,
-    max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None, **_: Any,
+    max_k: Any, dropout_p: float, is_causal: bool, *seeds: Any, scale: float | None = None,
+    window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
 ) -> Any:  # fmt: skip
-    places = ends_q.tolist()
-    rows = [sums[None, :, first:last] for first, last in pairwise(places)]
-    return _backward_of_sequences(noises, gradient, query, key, value, out, rows, (ends_q, ends_k), is_causal, scale)
+    ends = ends_q, ends_k
+    if noises is None and not dropout_p:
+        # Who drops nothing hands on numbers of its own in place of the forward's seed (`torch.nn.attention.varlen`).
+        noises = _noises(query, key, ends, 0.0)
+    rows = [sums[None, :, first:last] for first, last in pairwise(ends_q.tolist())]
+    is_causal, window = _window(is_causal, window_size_left, window_size_right, ends)
+    return _backward_of_sequences(noises, gradient, query, key, value, out, rows, ends, is_causal, scale, window)
+
+
+def _window(
+    is_causal: bool, left: int | None, right: int | None, ends: tuple[Any, Any]
+) -> tuple[bool, tuple[int, int]]:
+    """Whether a kernel may go by the simple causal mask, which begins at the first key, and else the window that it means."""
+    before, after = -1 if left is None else left, 0 if is_causal else -1 if right is None else right
+    if is_causal and before < 0 and torch.equal(*ends):
+        return True, (-1, -1)
+    return False, (before, after)
 
 
 def _backward_of_sequences(
     noises: Any, gradient: Any, query: Any, key: Any, value: Any, out: Any, rows: Sequence[Any], ends: tuple[Any, Any],
-    is_causal: bool, scale: float | None,
+    is_causal: bool, scale: float | None, window: tuple[int, int] = (-1, -1),
 ) -> list[Any]:  # fmt: skip
-    calls = _each(query, key, value, ends, noises, is_causal, scale)
+    calls = _each(query, key, value, ends, noises, is_causal, scale, window)
     parts = zip(calls, _apart(gradient, ends[0]), _apart(out, ends[0]), rows, strict=True)
     found = [call.backward(of_out, its, sums, False)[:3] for call, of_out, its, sums in parts]
     return [_together(several) for several in zip(*found, strict=True)]
@@ -238,9 +271,9 @@ def _backward_of_sequences(
 @equivalent(_aten._efficient_attention_forward.default, gives=1)
 def _efficient_of_sequences(
     query: Any, key: Any, value: Any, bias: Any, ends_q: Any, ends_k: Any, max_q: Any, max_k: Any, dropout_p: float,
-    mask_kind: int, wanted: bool = False, *, scale: float | None = None, **_: Any,
+    mask_kind: int, wanted: bool = False, *, scale: float | None = None, seqlen_k: Any = None, window_size: int | None = None,
 ) -> Any:  # fmt: skip
-    if ends_q is None or bias is not None or mask_kind > 1:
+    if ends_q is None or mask_kind > 1 or any(one is not None for one in (bias, seqlen_k, window_size)):
         refuse_to_compute(_aten._efficient_attention_forward.default, "the host has no kernel for it")
     ends = ends_q, ends_k
     query, key, value = query[0], key[0], value[0]

@@ -130,6 +130,12 @@ def _quantised(*_: Any) -> NoReturn:
     refuse_to_hold("a quantised tensor", instead="integer tensors with a scale beside them")
 
 
+@special(*overloads("_nested_tensor_from_tensor_list _nested_tensor_from_mask _nested_from_padded"))
+def _nested(*_: Any) -> NoReturn:
+    """What `torch.nested.as_nested_tensor` and encoders' fast paths call."""
+    jagged.refuse_strided()
+
+
 def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
     """What PyTorch's old constructors make: of numbers and a `torch.Size` a tensor of that size, of all else its values."""
     if len(args) == 1 and not isinstance(args[0], (int, torch.Size)):

@@ -1,0 +1,78 @@
+"""What PyTorch checks of an operator's arguments before it runs a kernel, where its shape rules do not: numbers out of range, and
+types that do not go together. A program that a card would stop is stopped here, too, with the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.mismatch import scalar_name
+
+ARGUMENT_CHECKS: dict[Any, Callable[..., None]] = {}
+"""By operator, what is called with its arguments, and raises PyTorch's error."""
+
+# The largest number up to which float32 has every integer (``Distributions.cpp``).
+_MOST_CATEGORIES = 1 << 24
+
+
+def _of(names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def register(check: Callable[..., None]) -> Callable[..., None]:
+        ARGUMENT_CHECKS.update(dict.fromkeys(overloads(names), check))
+        return check
+
+    return register
+
+
+@_of("uniform_ uniform")
+def _uniform(tensor: Any, lowest: float = 0.0, highest: float = 1.0, **_: Any) -> None:
+    """`uniform_impl_` in ``DistributionTemplates.h``."""
+    if lowest > highest:
+        raise RuntimeError(f"uniform_ expects to return a [from, to) range, but found from={lowest:g} > to={highest:g}")
+
+
+@_of("random_.from")
+def _random(tensor: Any, lowest: int, highest: int | None = None, **_: Any) -> None:
+    """`random_from_to_impl` there."""
+    if highest is not None and lowest >= highest:
+        raise RuntimeError(f"random_ expects 'from' to be less than 'to', but got from={lowest} >= to={highest}")
+
+
+@_of("bernoulli.p bernoulli_.float")
+def _bernoulli(tensor: Any, p: float = 0.5, **_: Any) -> None:
+    """`bernoulli_impl_` there."""
+    if not 0 <= p <= 1:
+        raise RuntimeError(f"bernoulli_ expects p to be in [0, 1], but got p={p:g}")
+
+
+@_of("multinomial multinomial.out")
+def _multinomial(weights: Any, count: int, replacement: bool = False, **_: Any) -> None:
+    """`multinomial_out` in ``Distributions.cpp``."""
+    if weights.dim() not in (1, 2):
+        raise RuntimeError("prob_dist must be 1 or 2 dim")
+    if not weights.is_floating_point():
+        name = scalar_name(weights.dtype)
+        raise RuntimeError(f"multinomial only supports floating-point dtypes for input, got: {name}")
+    if count <= 0:
+        raise RuntimeError("cannot sample n_sample <= 0 samples")
+    if not replacement and count > weights.shape[-1]:
+        raise RuntimeError("cannot sample n_sample > prob_dist.size(-1) samples without replacement")
+    if weights.shape[-1] > _MOST_CATEGORIES:
+        raise RuntimeError("number of categories cannot exceed 2^24")
+
+
+@_of("complex polar")
+def _complex(first: Any, second: Any) -> None:
+    """`complex_check_dtype` in ``TensorFactories.cpp``."""
+    if first.dtype != second.dtype:
+        names = scalar_name(first.dtype), scalar_name(second.dtype)
+        raise RuntimeError(
+            f"Expected object of scalar type {names[0]} but got scalar type {names[1]} for second argument"
+        )
+
+
+@_of("bucketize.Tensor")
+def _bucketize(tensor: Any, boundaries: Any, **_: Any) -> None:
+    """``Bucketization.cpp``."""
+    if boundaries.dim() != 1:
+        raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})")
