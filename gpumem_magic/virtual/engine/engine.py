@@ -36,6 +36,7 @@ from gpumem_magic.private import aten, overloads
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import (
     contractions,
+    deterministic,
     indexing,
     kernel_rules,
     older_functions,
@@ -396,6 +397,8 @@ class Engine:
             if self.told_of_waiting and waiting.waits(func, args, kwargs):
                 waiting.tell(self.told_of_waiting)
             STATE.last_device = device
+            if deterministic.are_asked_for():
+                deterministic.refuse_other_orders(func, args, kwargs, self.memory.torch_version(device))
             if id(func) in self._writing_each:
                 increment_version([tensor for tensor in args[0] if not tensor.is_inference()])
             if self._under_way is not None or not self.memory.is_recorded(device):
