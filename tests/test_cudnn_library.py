@@ -229,12 +229,14 @@ def test_without_an_answer_it_is_estimated(on: Any) -> None:
     assert scratch(lambda: layer(x)) == x.nbytes + layer.weight.nbytes + 512
 
 
-@pytest.mark.parametrize(("version", "expected"), [("2.2", 128 * MIB), ("2.6", 0), ("2.13", 0)])
-def test_a_plain_product_is_not_asked_for(on: Any, version: str, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("version", "images", "expected"), [("2.2", 1, 128 * MIB), ("2.2", 4, 0), ("2.6", 4, 0), ("2.13", 4, 0)]
+)
+def test_a_plain_product_is_not_asked_for(on: Any, version: str, images: int, expected: int) -> None:
     answers = Answering(92000, 8 * MIB)
     on(f"A100-40GB,torch={version}", answers)
     layer = nn.Conv2d(16, 24, 1, bias=False, device="cuda").requires_grad_(False)
-    x = torch.zeros(4, 16, 32, 32, device="cuda")
+    x = torch.zeros(images, 16, 32, 32, device="cuda")
     assert scratch(lambda: layer(x)) == expected
     assert answers.asked == []
 
