@@ -31,7 +31,7 @@ def own() -> ModuleType:
     return module
 
 
-# (It was tried with 2.11 and 2.13: what PyTorch's Python code asks for changes with its version.)
+# (It was tried with 2.11, 2.13 and 2.14: what PyTorch's Python code asks for changes with its version.)
 @pytest.mark.skipif(TORCH < (2, 11), reason="PyTorch's own Python code was another")
 @pytest.mark.parametrize("place", RECORDED, ids=[place.name.partition(".")[0] for place in RECORDED])
 def test_a_program_asks_for_what_it_asked_the_card_for(own: ModuleType, place: Path) -> None:
