@@ -307,7 +307,23 @@ GUILTY = [
             "x = torch.randn(2048, 64, device='cuda')",
             "model(x).sum().backward()",
         ),
-        "`3`",
+        "`model.3`, with the operations after it, 256 MiB of 257 MiB. Most of that is its input",
+    ),
+    # What it makes itself it need not keep.
+    Case(
+        "dominating_layer",
+        (
+            "class Net(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.before, self.lstm = nn.Linear(8, 16), nn.LSTM(16, 1024, batch_first=True)\n"
+            "        self.after, self.last = nn.Linear(1024, 1), nn.Linear(1, 1)\n"
+            "    def forward(self, x):\n        return self.last(self.after(self.lstm(self.before(x))[0][:, -1]))\n"
+            "class Trainer: pass\ntrainer = Trainer()\ntrainer.net = Net().cuda()\n"
+            "x = torch.randn(32, 128, 8, device='cuda')",
+            "trainer.net(x).sum().backward()",
+        ),
+        "`trainer.net.lstm`, with the operations after it",
     ),
     Case(
         "graphs_ahead",
@@ -810,6 +826,17 @@ INNOCENT.append(
         ),
     )
 )
+# Weights that the cell steps by hand are no batch.
+INNOCENT.append(
+    Case(
+        "",
+        (
+            "w = torch.randn(8192, 4096, device='cuda', requires_grad=True)\naverage = torch.zeros_like(w)",
+            "for _ in range(3):\n    (torch.randn(64, 8192, device='cuda') @ w).relu().mean().backward()\n"
+            "    w.data -= 0.01 * w.grad\n    w.grad = None\n    average = 0.9 * average + 0.1 * w.detach()",
+        ),
+    )
+)
 # Under autocast each weight's gradient is cast to float32, too: those are gradients, and no copies.
 INNOCENT.append(
     Case(
@@ -951,6 +978,15 @@ GUILTY += [
     ),
     Case("idle_checkpointing", (CHECKPOINTED, "deep.eval()\ndeep(x).mean().backward()"), "`deep.train()`"),
     Case("dense_lookup_gradient", (TABLE, "table(rows).sum().backward()\noptimizer.step()"), "all 400,000 rows"),
+    # Another model has a parameter of the same name, and the gradient is gone at the end.
+    Case(
+        "dense_lookup_gradient",
+        (
+            TABLE + "\nhead = nn.Linear(64, 1).cuda()",
+            "head(table(rows)).sum().backward()\noptimizer.step()\noptimizer.zero_grad()",
+        ),
+        "The gradient of `table.weight` (line 2)",
+    ),
     Case(
         "convolution_scratch",
         (

@@ -225,6 +225,8 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
         ("y = net(z) if x.item() > 2 else z", True),
         ("if x.item() > 2:\n    print('large')\nelse:\n    train(z)", True),
         ("y = x.item()\nif y > best:\n    best = y\n    torch.save(net.state_dict(), 'best.pt')", False),
+        ("if x.item() > 2:\n    y = y @ z", True),
+        ("if x.item() > 2:\n    y = y * 2", False),
         ("if x.item() > 2:\n    raise ValueError(text(x))", False),
         ("if x.isfinite().all():\n    train(z)", False),
         ("y = x.item()\nif step % 10 == 0:\n    evaluate(net)", False),

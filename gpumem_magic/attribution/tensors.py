@@ -123,7 +123,7 @@ class Tensors:
             return (KEPT_BY_LIST if "[" in name else KEPT_BY_NAME), name
         if label.name and label.evidence == "identity" and label.name != let_go:
             # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
-            place = self._place_of_parameter(label.name) if label.category == "gradients" else label.name
+            place = self._place_of_gradient(one, label.name) if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.
             return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
         if label.name and label.evidence == "stack" and (label.category == "gradients" or label.name in GATHERERS):
@@ -163,6 +163,13 @@ class Tensors:
         point = self.statement_at(one.born)
         return one.freed is not None and point is not None and self.statement_at(one.freed) is point
 
+    def _place_of_gradient(self, one: Allocation, name: str) -> str:
+        """Where the program has its parameter; `name` is the parameter's within its model."""
+        parameter = self._parameter_of.get(one.index)
+        holds = self._holds.get(parameter, ()) if parameter is not None else ()
+        place = next((hold.place for hold in holds if hold.keeper in (KEPT_BY_NAME, KEPT_BY_LIST)), "")
+        return place if place.endswith(name) else self._place_of_parameter(name)
+
     def _place_of_parameter(self, name: str) -> str:
         """Where the program has a parameter of this name within its model; "" where that is not known."""
         module, _, own = name.rpartition(".")
@@ -172,6 +179,15 @@ class Tensors:
         return place if place.endswith(own) or len(models) != 1 else f"{next(iter(models))}{name}"
 
     # What is looked up
+
+    @cached_property
+    def _parameter_of(self) -> Mapping[int, int]:
+        """Index of a gradient's allocation -> its parameter's. (Two models may have parameters of one name.)"""
+        looks = [one for one in self._recording.sightings if one.device == self._device and one.of]
+        gradients = self._tenants((one.address, one.position) for one in looks)
+        parameters = self._tenants((one.of, one.position) for one in looks)
+        pairs = zip(gradients, parameters, strict=True)
+        return {one.index: its.index for one, its in pairs if one is not None and its is not None}
 
     @cached_property
     def _models(self) -> Mapping[str, set[str]]:

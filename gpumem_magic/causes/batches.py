@@ -118,9 +118,9 @@ class _Batch:
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self.births = scene.recording.logs[scene.device].births
-        shapes = (self.births.get(one.born) for one in scene.timeline.allocations if self._is(one, "parameters"))
-        # Weights that a program computes (one step of a step of training) are no batch.
-        self._weights = {birth.shape for birth in shapes if birth is not None}
+        # Weights that a program computes (one step of a step of training) are no batch, nor are those that it steps by hand, of
+        # which the gradients are known.
+        self._weights = self._shapes("parameters") or self._shapes("gradients")
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
         # What was there before the recording has no birth.
@@ -151,6 +151,10 @@ class _Batch:
         """Whether what was made so has the batch's items in its first dimension."""
         rows = self._rows(birth)
         return rows > 0 < self.items and rows % self.items == 0
+
+    def _shapes(self, category: str) -> set[tuple[int, ...] | None]:
+        births = (self.births.get(one.born) for one in self._scene.timeline.allocations if self._is(one, category))
+        return {birth.shape for birth in births if birth is not None}
 
     def _is(self, one: Allocation, category: str) -> bool:
         return self._scene.labels[one.index].category == category

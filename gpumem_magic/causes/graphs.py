@@ -94,10 +94,10 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
     none = "" if scene.spans(BACKWARD) else ", and no backward ran here"
-    keep = "keeps" if len(found) == 1 else "keep"
+    keep, who = "keeps" if len(found) == 1 else "keep", told(found)
     yield Cause(
         "kept_graphs",
-        f"{told(found)}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
+        f"{who[0].upper()}{who[1:]}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
         _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
         + _without_autograd(scene, found),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import Written
-from gpumem_magic.owners.model import OF_FUNCTION, THIS_ERROR, Held, Station, size_of
+from gpumem_magic.owners.model import DEFAULT_ARGUMENT, OF_FUNCTION, THIS_ERROR, Held, Station, size_of
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import counted, human
 
@@ -189,7 +189,7 @@ def _named(spot: Spot) -> str:
     places = {base(one) for one in spot.held}
     several = len(places) > 1 and _INDEX.search(spot.place)
     whole = number_range(sorted({_NUMBERS.sub("", place) for place in places})) if several else ""
-    return f"`{whole}`" if whole else quoted(spot.place)
+    return quoted(spot.place) if not whole else whole if "`" in whole else f"`{whole}`"
 
 
 def quoted(place: str) -> str:
@@ -206,6 +206,9 @@ def added(scene: Scene, spot: Spot) -> Written | None:
         return found
     own = OF_FUNCTION.fullmatch(spot.place)
     place, function = (spot.place, "") if own is None else (own["variable"], own["called"])
+    if own is not None and spot.place.startswith(DEFAULT_ARGUMENT):
+        # What was put somewhere is the function.
+        place, function = own["function"].removeprefix(" of "), ""
     names = [name for name in re.split(r"[.\[\]'\" ]+", _KEY.sub("", place)) if name.isidentifier()]
     if not names:
         return None

@@ -120,7 +120,8 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
             continue
         place = birth.place
         line = f" (line {place.own_line})" if place is not None and place.own_file == scene.recording.own_file else ""
-        name = scene.labels[one.index].name
+        kept_by = scene.tensors.keeper(one, scene.moment)[1] if scene.tensors is not None else ""
+        name = kept_by.removesuffix(".grad") or scene.labels[one.index].name
         what = f"`{name}`" if name else "an embedding"
         yield Cause(
             "dense_lookup_gradient",

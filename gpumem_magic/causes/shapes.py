@@ -115,13 +115,31 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
     layer, most = max(((name, by_layer[name]) for name in named), key=lambda pair: pair[1])
     if 2 * most < total or _are_frozen(scene, named):
         return
+    own = sum(one.size for one, name, _ in saved if name == layer and _is_made_in(scene, one, layer))
     yield Cause(
         "dominating_layer",
-        f"One layer saves most of the activations: `{layer}`, with the operations after it, keeps {human(most)} "
-        f"of {human(total)} for backward.",
-        "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, saves the most.",
+        f"One layer keeps most of the activations for backward: `{_as_program_has(scene, layer)}`, with the operations after it, "
+        f"{human(most)} of {human(total)}.",
+        "Activation checkpointing of that layer (`torch.utils.checkpoint`), or a smaller input to it, saves the most."
+        if 2 * own >= most
+        # What a checkpoint is given it keeps.
+        else "Most of that is its input: a smaller one saves the most, or activation checkpointing (`torch.utils.checkpoint`) of "
+        "a block that begins before it and ends behind it.",
         most,
     )
+
+
+def _is_made_in(scene: Scene, one: Allocation, layer: str) -> bool:
+    trace = scene.recording.modules
+    number = trace.of(scene.device, one)
+    return number is not None and trace.names[number].path.partition(".")[2] == layer
+
+
+def _as_program_has(scene: Scene, layer: str) -> str:
+    """``tr.net.3`` for a layer ``3``, where one variable leads to it."""
+    held = [one.place.rpartition(".")[0] for one in scene.held if one.kind == "parameter"]
+    places = {place for place in held if place == layer or place.endswith(f".{layer}")}
+    return places.pop() if len(places) == 1 else layer
 
 
 def attention_scores(scene: Scene) -> Iterator[Cause]:

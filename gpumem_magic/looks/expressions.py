@@ -97,9 +97,11 @@ def is_number(node: ast.expr) -> bool:
 
 
 def works(branch: Sequence[ast.AST]) -> bool:
-    """Whether something is called that may take memory. What is raised takes none."""
+    """Whether something is called that may take memory, or matrices are multiplied. What is raised takes none."""
     for part in branch:
         if not isinstance(part, ast.Raise):
+            if isinstance(part, ast.MatMult):
+                return True
             if isinstance(part, ast.Call) and called(part) not in QUIET:
                 return True
             if works(list(ast.iter_child_nodes(part))):

@@ -17,7 +17,8 @@ FREE_TRACEBACK = "%gpumem_free traceback"
 # The root of the error that is on its way out now: it goes by itself, once nobody looks at it.
 THIS_ERROR = "this error's traceback"
 # The place of what a function calls its own: ``local `outs[0]` of run(), in this error's traceback``.
-_OWN = r"(?:local|closure variable) `(?P<variable>[^`]*)`"
+DEFAULT_ARGUMENT = "default argument"
+_OWN = rf"(?:local|closure variable|{DEFAULT_ARGUMENT}) `(?P<variable>[^`]*)`"
 OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTALL)
 _HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
 # Among a station's bases.

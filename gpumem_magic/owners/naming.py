@@ -26,7 +26,7 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners import autograd
-from gpumem_magic.owners.model import OF_FUNCTION, Root
+from gpumem_magic.owners.model import DEFAULT_ARGUMENT, OF_FUNCTION, Root
 from gpumem_magic.owners.traversal import Traversal
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
@@ -130,6 +130,8 @@ class Namer:
 
     def _read_labels(self, parent: int, holder: Any) -> dict[int, str]:
         """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""
+        if of_arguments := self._default_arguments(parent, holder):
+            return of_arguments
         if is_a(holder, dict):
             return self._dict_labels(parent, holder)
         if is_sequence(holder):
@@ -143,8 +145,8 @@ class Namer:
         if is_a(holder, types.FunctionType):
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
             return {id(cell): f" closure variable `{name}`" for name, cell in cells} | {
-                id(holder.__defaults__): " a default argument",
-                id(holder.__kwdefaults__): " a default argument",
+                id(holder.__defaults__): "",
+                id(holder.__kwdefaults__): "",
                 id(holder.__dict__): "",
             }
         if is_a(holder, types.GeneratorType):
@@ -160,6 +162,20 @@ class Namer:
         if is_a(holder, types.MethodType):
             return {id(holder.__self__): ".__self__"}
         return attribute_labels(holder)
+
+    def _default_arguments(self, parent: int, holder: Any) -> dict[int, str]:
+        """Of the tuple or dictionary that a function has its default arguments in."""
+        above = self._parent.get(parent, -1)
+        function: Any = self._walk.objects[above] if above >= 0 else None
+        if not is_a(function, types.FunctionType):
+            return {}
+        code, defaults = function.__code__, function.__defaults__ or ()
+        named = list(zip(reversed(code.co_varnames[: code.co_argcount]), reversed(defaults), strict=False))
+        if holder is function.__kwdefaults__:
+            named = list(dict.items(holder))
+        elif holder is not function.__defaults__:
+            return {}
+        return {id(value): f" {DEFAULT_ARGUMENT} `{name}`" for name, value in named}
 
     def _dict_labels(self, parent: int, holder: dict[Any, Any]) -> dict[int, str]:
         above = self._parent.get(parent, -1)

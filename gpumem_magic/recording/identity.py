@@ -270,7 +270,7 @@ class Witness:
         key = id(gradient), name
         if key not in self._last_gradients:
             self._last_gradients.add(key)
-            self._see(gradient, "gradient", name)
+            self._see(gradient, "gradient", name, dict(self._places(parameter)))
 
     def _see_variable(self, name: str, value: Any, limit: int) -> None:
         for place, tensor in tensors_in(value, name, limit):
@@ -300,13 +300,14 @@ class Witness:
         if tensors.is_leaf(tensor):
             self._see(tensor, "input", name)
 
-    def _see(self, tensor: torch.Tensor, role: str, name: str | None) -> None:
+    def _see(self, tensor: torch.Tensor, role: str, name: str | None, of: Mapping[int, int] | None = None) -> None:
+        """of: device -> the address of the parameter whose gradient it is."""
         if tensors.is_sparse(tensor):
             # Several tensors hold its memory; the last is the tensor's place.
             for indices in tensors.sparse_parts(tensor)[:-1]:
-                self._see(indices, role, name)
+                self._see(indices, role, name, of)
         for device, address in self._places(tensor):
-            self._add((device, address, self._at(device)), role, name)
+            self._add((device, address, self._at(device)), role, name, of.get(device, 0) if of else 0)
 
     def _places(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         """Where its memory is, by device and address."""
@@ -321,9 +322,9 @@ class Witness:
             position = self._now[device] = self._position(device)
         return position
 
-    def _add(self, look: tuple[int, int, int], role: str, name: str | None) -> None:
+    def _add(self, look: tuple[int, int, int], role: str, name: str | None, of: int = 0) -> None:
         device, address, position = look
-        self.sightings.append(Sighting(device, position, address, role, name))
+        self.sightings.append(Sighting(device, position, address, role, name, of))
 
 
 _NEVER = (-1, -1)

@@ -91,7 +91,7 @@ class Sighting:
     role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input" (an argument of
     the outermost forward that autograd did not compute), "named" (a variable of the cell held it), "output" (a variable of
     the cell held it, and autograd computed it).
-    name: its name for a reader (``decoder.weight``, ``output``) or None.
+    name: its name for a reader (``decoder.weight``, ``output``) or None. of: of a gradient, its parameter's address; else 0.
     """
 
     device: int
@@ -99,6 +99,7 @@ class Sighting:
     address: int
     role: str
     name: str | None = None
+    of: int = 0
 
 
 # What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, or nothing: a temporary.
