@@ -78,6 +78,7 @@ def test_numbers_of_the_host_copies_and_named_devices_are_looked_up_too(
     machine = gpu.turn_on(f"T4,values={values}")
     try:
         x, two = torch.ones(4, 6, device="cuda"), torch.tensor(2.0)
+        rows = torch.tensor([2, 0], device="cuda")
         operators: list[Callable[[], Any]] = [
             lambda: x * two,
             lambda: x * two.double(),
@@ -86,12 +87,19 @@ def test_numbers_of_the_host_copies_and_named_devices_are_looked_up_too(
             lambda: x.t().cpu(),
             lambda: x.to("cpu", torch.float16),
             lambda: torch.ones(4, 6, device="cuda", requires_grad=True).sum().backward(),
+            lambda: x[rows],
+            lambda: x[:, rows],
         ]
         first = [operator() for operator in operators]
-        monkeypatch.setattr(machine.engine.fake, "dispatch", never)
+        asked: list[str] = []
+        dispatch = machine.engine.fake.dispatch
+        monkeypatch.setattr(
+            machine.engine.fake, "dispatch", lambda *call: asked.append(str(call[0])) or dispatch(*call)
+        )
         second = [operator() for operator in operators]
     finally:
         gpu.turn_off()
+    assert asked == []
     for one, other in zip(first, second, strict=True):
         if one is not None:
             assert looks(one, one) == looks(other, other)
@@ -189,3 +197,71 @@ def test_the_first_use_of_a_shape_asks_for_the_same_memory(
 
 def test_a_shape_rule_may_name_a_tensor_whose_values_are_known(machine: gpu.VirtualMachine) -> None:
     assert torch.arange(7.0, device="cuda").quantile(0.3).item() == pytest.approx(1.8)
+
+
+def chosen(x: torch.Tensor, numbers: torch.Tensor, flags: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
+    return {
+        "rows": lambda: x[numbers],
+        "columns": lambda: x[:, numbers],
+        "of 32 bits": lambda: x[numbers.int()],
+        "from the host": lambda: x[numbers.cpu()],
+        "two lists alike": lambda: x[numbers, numbers],
+        "two lists": lambda: x[numbers[:, None], numbers],
+        "by a mask": lambda: x[flags],
+        "the half of it": lambda: x[1:3, ::2].sum(),
+    }
+
+
+@pytest.mark.parametrize("values", ["stand-in", "auto", "real"])
+def test_chosen_rows_take_the_same_each_time(values: str) -> None:
+    gpu.turn_on(f"T4,values={values}")
+    try:
+        numbers, flags = torch.tensor([2, 0, 1], device="cuda"), torch.tensor([True, True, False, True], device="cuda")
+        x = torch.randn(4, 256, device="cuda")
+        taken: dict[str, list[Any]] = {}
+        for _ in range(3):
+            for name, choose in chosen(x, numbers, flags).items():
+                before = torch.cuda.memory_allocated()
+                torch.cuda.reset_peak_memory_stats()
+                out = choose()
+                now = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+                taken.setdefault(name, []).append((now, looks(out, x)[0][:4]))
+                del out
+        assert all(one == found[0] for found in taken.values() for one in found)
+        assert taken["rows"][0][0] == (3072, 3072)
+        # (The list in 64 bits.)
+        assert taken["of 32 bits"][0][0] == (3072, 3072 + 1024)
+        assert taken["two lists"][0][0][1] > taken["two lists alike"][0][0][1]
+    finally:
+        gpu.turn_off()
+
+
+def test_rows_are_chosen_by_the_numbers_of_now(machine: gpu.VirtualMachine) -> None:
+    gpu.turn_off()
+    gpu.turn_on("T4,values=real")
+    host = torch.arange(1024.0).reshape(4, 256)
+    x = host.to("cuda")
+    for numbers, flags in (([2, 0, 1], [1, 1, 0, 1]), ([3, 3, 0], [0, 0, 1, 0]), ([0, 1, 2], [1, 1, 1, 1])):
+        here = torch.tensor(numbers), torch.tensor(flags, dtype=torch.bool)
+        wanted = chosen(host, *here)
+        for name, choose in chosen(x, *(one.to("cuda") for one in here)).items():
+            assert torch.equal(choose().cpu(), wanted[name]()), name
+    with pytest.raises(IndexError):
+        x[torch.tensor([4, 0, 0], device="cuda")]
+
+
+def test_a_function_is_looked_at_though_it_mostly_does_something_else(
+    machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.turn_off()
+    machine = gpu.turn_on("T4,values=real")
+    x = torch.randn(4, 6, device="cuda")
+    for _ in range(2):
+        x[:2]
+    for _ in range(8):
+        x[x > 0]
+    ran: list[str] = []
+    handle = machine.engine.mode._handle
+    monkeypatch.setattr(machine.engine.mode, "_handle", lambda *call: ran.append(str(call[0])) or handle(*call))
+    assert x[:2].shape == (2, 6)
+    assert ran == []

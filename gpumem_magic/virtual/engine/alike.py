@@ -7,12 +7,13 @@ virtual device are dense as a rule, without symbols, and of one class. What is k
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from gpumem_magic.private import aten
 from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.modes import META, STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -22,6 +23,9 @@ _PLAIN = {bool, str, type(None), type(Ellipsis), torch.dtype, torch.layout, torc
 # Results that depend on values or on a storage's size, and operators whose arguments become others.
 _OTHER_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 _OTHERS = ("aten::lift", "aten::as_strided", "aten::resize", "aten::set_")
+# Results that depend on values only where masks are in a list of indices (the second argument).
+_BY_INDEX = frozenset(map(id, (aten.index.Tensor, aten._unsafe_index.Tensor)))
+_OF_MASKS = {torch.bool, torch.uint8}
 # No shape depends on the numbers that they are given, which are others at each step of an optimizer.
 _OF_EACH_ELEMENT = ("aten::_foreach_", "aten::_fused_")
 _MOST = 50_000
@@ -50,7 +54,8 @@ class Answer:
     it runs on.
 
     as_on_host: the host's result, which follows from looks as well, lies in new memory as the device's does. kernels: what the
-    operator's kernels take besides, where that follows from looks, too, and was asked for.
+    operator's kernels take besides, where that follows from looks, too, and was asked for. is_new: whether all results have
+    memory of their own.
     """
 
     kind: Any
@@ -58,6 +63,10 @@ class Answer:
     device: int
     as_on_host: bool = False
     kernels: Kernels | None = None
+    is_new: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_new = all(type(one) is tuple and one[3] is None for one in self.made)
 
     def lies_as(self, host: torch.Tensor, number: int = 0) -> bool:
         """Whether a host's result, of arguments that look so, lies as the device's. (Settings may have changed its strides.)
@@ -84,7 +93,7 @@ class AlikeCalls:
         if way is None:
             way = self._ways[id(func)] = (*_way_of(func), func)
         follows, numbers, _ = way
-        if not follows or STATE.in_kernel:
+        if not follows or STATE.in_kernel or (id(func) in _BY_INDEX and _holds_masks(args[1])):
             return None
         key: list[Any] = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
         if not self.describe(key, args, numbers, hosts=True):
@@ -107,8 +116,13 @@ class AlikeCalls:
     def given(self, answer: Answer, args: Any, kwargs: Any) -> Any:
         """What the operator gives now, of arguments that look so."""
         kind, made = answer.kind, answer.made
-        args = _all_of(args, kwargs)
-        return self._make(made[0], args) if kind is None else kind([self._make(one, args) for one in made])
+        if kind is not None:
+            args = _all_of(args, kwargs)
+            return kind([self._make(one, args) for one in made])
+        if answer.is_new:
+            size, stride, dtype, _, _, device = made[0]  # type: ignore[misc]
+            return self.around(_empty(size, stride, dtype=dtype, device=META), device)
+        return self._make(made[0], _all_of(args, kwargs))
 
     def learn(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """That is what it gave."""
@@ -256,8 +270,12 @@ def _way_of(func: Any) -> tuple[bool, bool]:
     if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
         return False, False
     name = func._schema.name
-    follows = _OTHER_TAGS.isdisjoint(func.tags) and not name.startswith(_OTHERS)
+    follows = (id(func) in _BY_INDEX or _OTHER_TAGS.isdisjoint(func.tags)) and not name.startswith(_OTHERS)
     return follows, torch.Tag.pointwise not in func.tags and not name.startswith(_OF_EACH_ELEMENT)
+
+
+def _holds_masks(indices: Any) -> bool:
+    return any(one is not None and one.dtype in _OF_MASKS for one in indices)
 
 
 def _all_of(args: Any, kwargs: Any) -> Any:

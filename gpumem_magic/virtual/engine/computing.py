@@ -62,9 +62,11 @@ class ComputingEngine(Engine):
         the device (`sequenceToVariable` in python_variable_indexing.cpp), and sees one here that has no values. None where it
         goes on; False after an assignment."""
         assigns = func is torch.Tensor.__setitem__
-        if not assigns and (func is not torch.Tensor.__getitem__ or type(args[1]) in _NO_LISTS):
+        if not assigns and func is not torch.Tensor.__getitem__:
             return super().otherwise(func, args)
-        index = _with_tensors(args[1], args[0].device)
+        index = args[1]
+        if not _is_without_lists(index):
+            index = _with_tensors(index, args[0].device)
         if index is args[1]:
             return super().otherwise(func, args)
         if not assigns:
@@ -214,6 +216,14 @@ _NO_LISTS = frozenset((int, slice, type(None), type(Ellipsis)))
 # A list with one of these is an index for several dimensions, if it is short enough.
 _MORE_THAN_NUMBERS = (torch.Tensor, list, tuple, range, slice, type(None), type(Ellipsis))
 _MOST_DIMS = 32
+
+
+def _is_without_lists(index: Any) -> bool:
+    """Whether that is to be seen at once."""
+    kind = type(index)
+    if kind is VirtualTensor or kind in _NO_LISTS:
+        return True
+    return kind is tuple and all(type(one) is VirtualTensor or type(one) in _NO_LISTS for one in index)
 
 
 def _with_tensors(index: Any, device: torch.device) -> Any:

@@ -102,6 +102,8 @@ class VirtualDevice:
         self.allocator = CachingAllocator(index, self.memory, settings.settings)
         self.allocator.settings_text = settings.text
         self._logs: list[VirtualLog] = []
+        # Whether there are some: each operator asks.
+        self.is_recorded = False
         self.labels: dict[int, Label] = {}
 
     # ---- what the allocator and the driver say
@@ -191,7 +193,8 @@ class VirtualDevice:
     # ---- memory
 
     def malloc(self, nbytes: int, stream: int) -> int:
-        self.use()
+        if not self.in_use:
+            self.use()
         address = self.allocator.malloc(nbytes, stream)
         if STATE.origin != "compute":
             for log in self._logs:
@@ -216,13 +219,10 @@ class VirtualDevice:
 
     # ---- logs
 
-    @property
-    def is_recorded(self) -> bool:
-        return bool(self._logs)
-
     def start_log(self) -> VirtualLog:
         log = VirtualLog(self)
         self._logs.append(log)
+        self.is_recorded = True
         self.allocator.sinks.append(log.events)
         return log
 
@@ -239,6 +239,7 @@ class VirtualDevice:
     def ended(self, log: VirtualLog) -> DeviceLog:
         """What a log has become, which ends with this."""
         self._logs = [other for other in self._logs if other is not log]
+        self.is_recorded = bool(self._logs)
         self.allocator.sinks[:] = [
             sink for sink in self.allocator.sinks if sink is not log.events and sink is not log.bell
         ]

@@ -311,21 +311,16 @@ class Engine:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None (False after an assignment)."""
         if func is torch.Tensor.__setitem__:
             return indexing.assigned_from_host(*args)
+        gets = func is torch.Tensor.__getitem__
+        if gets and not _is_tracked(args[0]):
+            return None
         device = device_among(args, None)
         if device is None or device >= self.device_count:
             return None
         version = self.memory.torch_version(device)
         if func is torch.functional.einsum:
             return None if version >= contractions.SWAPPED_FROM else contractions.in_given_order(args[0], args[1:])
-        tensor = args[0]
-        if (
-            func is not torch.Tensor.__getitem__
-            or version >= indexing.LEFT_OUT_FROM
-            or not isinstance(tensor, VirtualTensor)
-            or not tensor.requires_grad
-        ):
-            return None
-        return indexing.with_full_slices(*args) if torch.is_grad_enabled() else None
+        return indexing.with_full_slices(*args) if gets and version < indexing.LEFT_OUT_FROM else None
 
     def of_device(self, func: Any, args: Any) -> Any:
         """One of `OTHERWISE` as the device's PyTorch has it."""
@@ -794,6 +789,12 @@ class Engine:
             self.assumed.add(largest)
             return largest
         return said
+
+
+def _is_tracked(tensor: Any) -> bool:
+    """Whether autograd follows what is done with a virtual tensor."""
+    with tensors.no_functions():
+        return isinstance(tensor, VirtualTensor) and tensor.requires_grad and torch.is_grad_enabled()
 
 
 def _is_meta(leaf: Any) -> bool:

@@ -14,14 +14,13 @@ import torch
 from gpumem_magic.looks.tensors import is_view
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
-from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.host_calls import is_plain
 from gpumem_magic.virtual.engine.modes import STATE, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _MOST = 20_000
-# So many calls that came down to something else, and a function is not looked at any more.
-_ENOUGH = 4
+# So many calls that came down to something else, and a function is not looked at any more; after one that did not, so many.
+_ENOUGH, _ENOUGH_OF_SOME = 4, 100
 _COPY = _aten._to_copy.default
 
 
@@ -55,7 +54,6 @@ class Shortcut(NamedTuple):
     nested: bool
     writes: bool
     silently: bool
-    device: int
     answer: Answer
     on_host: bool
     kind: Any
@@ -169,7 +167,7 @@ class FunctionCalls:
             self._found.clear()
         self._found[looks] = way
         # (Which keeps the function: no other has its `id`.)
-        self._others[id(func)] = 0, func
+        self._others[id(func)] = _ENOUGH - _ENOUGH_OF_SOME, func
 
     def _copy(self, args: Any, heard: Heard, out: Any) -> HostCopy | None:
         if heard.func is not _COPY or type(out) is not torch.Tensor or not out.is_cpu or out.is_pinned():
@@ -204,7 +202,7 @@ class FunctionCalls:
         writes = answer.made[0] == 0 and heard.func._schema.is_mutable and not several
         if silently and not writes:
             return None
-        if not writes and not all(type(made) is tuple and made[3] is None for made in answer.made):
+        if not writes and not answer.is_new:
             # Autograd has to know of a view.
             return None
         given = (*args, *kwargs.values())
@@ -220,15 +218,12 @@ class FunctionCalls:
         if None in found:
             return None
         nested = any(type(one) in (list, tuple) for one in given)
-        device = device_among(heard.args, heard.kwargs)
-        if device is None:
-            return None
         # (A device that is named is not the host's.)
         named = (*heard.args, *heard.kwargs.values())
         kind = type(out) if several else None
         on_host = not any(isinstance(one, torch.device) for one in named) and (kind is None or is_plain(heard.func))
         names = tuple(heard.kwargs)
-        return Shortcut(heard.func, found, names, nested, writes, bool(silently), device, answer, on_host, kind)
+        return Shortcut(heard.func, found, names, nested, writes, bool(silently), answer, on_host, kind)
 
 
 def _is_the_same(out: Any, heard: Any) -> bool:

@@ -120,11 +120,11 @@ class RealEngine(ComputingEngine):
             shortcut = functions.found(looks)
             if shortcut is not None:
                 with self.uninterrupted, self.lock:
-                    if isinstance(shortcut, HostCopy):
-                        return self._copied(shortcut, args)
+                    if isinstance(shortcut, Shortcut):
+                        return self._shortly(shortcut, func, args, kwargs)
                     if isinstance(shortcut, ViewCall):
                         return self._viewed(shortcut, func, args, kwargs)
-                    return self._shortly(shortcut, func, args, kwargs)
+                    return self._copied(shortcut, args)
         with self.uninterrupted:
             return self._listened(looks, func, args, kwargs or {})
 
@@ -181,40 +181,25 @@ class RealEngine(ComputingEngine):
 
     def _shortly(self, shortcut: Shortcut, function: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives by what is known of it; NotImplemented where that is of no use now. Inside `no_functions`."""
-        device, answer, func, table = shortcut.device, shortcut.answer, shortcut.func, self.table
-        met, writes = self._met[id(func)], shortcut.writes
+        answer, func, writes = shortcut.answer, shortcut.func, shortcut.writes
+        met = self._met[id(func)]
         if not self._is_free():
             return NotImplemented
         if kernel_rules.rules_of_users and kernel_rules.for_operator(func) is not None:
             return NotImplemented
         if writes and not shortcut.may_write(args[0]):
             return NotImplemented
-        if self._under_way is not None or table.holds_overwritten or self.memory.is_recorded(device):
-            out: Any = self._handle(*shortcut.operator(args, kwargs), device, answer)
+        if self._under_way is not None or self.table.holds_overwritten or self.memory.is_recorded(answer.device):
+            out: Any = self._handle(*shortcut.operator(args, kwargs), answer.device, answer)
             if shortcut.kind is not None:
                 return shortcut.kind(out)
             return self._written(out, shortcut.silently) if writes else out
-        call: Any = ()
-        beside = met.takes_after or (met.beside is not None and answer.kernels is None)
-        if met.asks or beside:
+        call: Any = None
+        if met.asks or met.takes_after or (met.beside is not None and answer.kernels is None):
             call = shortcut.operator(args, kwargs)
             if met.asks and met.plain is not None and not met.plain(self, call[1], call[2]):
                 return NotImplemented
-        self._begin(device)
-        placement: Any = None
-        if writes:
-            out = args[0]
-        else:
-            out = self.alike.given(answer, args, kwargs)
-            node = node_now() if STATE.backward else 0
-            if shortcut.kind is None:
-                placement = table.place(out.untyped_storage(), device, node)
-            else:
-                placement = [table.place(one.untyped_storage(), device, node) for one in out]
-        if answer.kernels is not None:
-            self.run_kernels(answer.kernels, device)
-        elif beside:
-            self._beside(met, call[0], call[1], call[2], out, device, answer)
+        out, placement = self._anew(met, answer, args, kwargs, call)
         if shortcut.kind is not None:
             self._compute_several(shortcut, function, args, kwargs, out, placement)
             return shortcut.kind(out)
@@ -222,6 +207,28 @@ class RealEngine(ComputingEngine):
             func, args, kwargs = call or shortcut.operator(args, kwargs)
             self._operate_again(func, args, kwargs, out, answer)
         return self._written(out, shortcut.silently) if writes else out
+
+    def _anew(self, met: Met, answer: Answer, args: Any, kwargs: Any, call: Any) -> tuple[Any, Any]:
+        """What an operator gives for arguments that look so, and where that was placed if it is new. What it takes was taken.
+
+        args, kwargs: the operator's, or those of a function whose results are new or its first argument. call: (operator, its
+        arguments, its named ones), where a rule or a library asks for them."""
+        device, table, kernels = answer.device, self.table, answer.kernels
+        self._begin(device)
+        out = self.alike.given(answer, args, kwargs)
+        placement: Any = None
+        if answer.is_new and met.allocates:
+            node = node_now() if STATE.backward else 0
+            if answer.kind is None:
+                placement = table.place(out.untyped_storage(), device, node)
+            else:
+                placement = [table.place(one.untyped_storage(), device, node) for one in out]
+        if met.takes_after or (met.beside is not None and kernels is None):
+            func, given, named = call
+            self._beside(met, func, given, named, out, device, answer)
+        elif kernels is not None and (kernels.held or kernels.each):
+            self.run_kernels(kernels, device)
+        return out, placement
 
     def _written(self, tensor: VirtualTensor, silently: bool) -> VirtualTensor | None:
         """Autograd has to know of it. silently: nothing is returned."""
@@ -271,16 +278,7 @@ class RealEngine(ComputingEngine):
                 return NotImplemented
             if met.writes and type(args[0]) is VirtualTensor:
                 views_anew.note(args[0])
-            self._begin(answer.device)
-            out = self.alike.given(answer, args, kwargs)
-            made, placement = answer.made[0], None
-            if met.allocates and type(made) is tuple and made[3] is None:
-                node = node_now() if STATE.backward else 0
-                placement = self.table.place(out.untyped_storage(), made[5].index, node)
-            if met.takes_after or (met.beside is not None and answer.kernels is None):
-                self._beside(met, func, args, kwargs, out, answer.device, answer)
-            elif answer.kernels is not None:
-                self.run_kernels(answer.kernels, answer.device)
+            out, placement = self._anew(met, answer, args, kwargs, (func, args, kwargs))
             if not way.touches:
                 return out
             if undisturbed():
@@ -445,7 +443,7 @@ class RealEngine(ComputingEngine):
         if results is None or not answer.as_on_host:
             # (With care, and as often as a host's results do not lie as the device's.)
             func, args, kwargs = shortcut.operator(args, kwargs)
-            call, results, kept = self._run(func, args, kwargs, shortcut.device)
+            call, results, kept = self._run(func, args, kwargs, answer.device)
             self._put(outs, call, results, kept)
             answer.as_on_host = all(twins.has_taken(mine, its) for mine, its in zip(outs, results, strict=True))
             return

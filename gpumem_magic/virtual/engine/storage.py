@@ -85,15 +85,16 @@ class StorageTable:
 
     def drain(self) -> None:
         """Frees what ended since the last time; in the midst of another call that waits for the next."""
-        if self._at_work:
+        ended, placements = self._ended, self._placements
+        if self._at_work or not (ended or self._weakly):
             return
         self._at_work = True
         try:
-            while self._ended:
-                watch = self._ended.popleft()
-                placement = self._placements.get(watch.key)
+            while ended:
+                watch = ended.popleft()
+                placement = placements.get(watch.key)
                 if placement is not None and placement.watch is watch:
-                    del self._placements[watch.key]
+                    del placements[watch.key]
                     if placement.nbytes:
                         self._free(placement.device, placement.address)
             if self._weakly:
@@ -141,7 +142,12 @@ class StorageTable:
             # One that has ended lay there, and its free waits.
             self.drain()
         nbytes = storage.nbytes()
-        address = self._take(device, nbytes) if nbytes else 0
+        # (`_take` written out: each new tensor passes here.)
+        self._at_work = True
+        try:
+            address = self._malloc(device, nbytes) if nbytes else 0
+        finally:
+            self._at_work = False
         watch = _StorageReference(storage, self._ended.append)
         watch.key = key
         found = self._placements[key] = Placement(device, address, nbytes, watch, node)

@@ -18,9 +18,14 @@ from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _CPU = torch.device("cpu")
-_AS_THEY_ARE = frozenset((int, float, bool, type(None), torch.dtype))
+# (The name is another's while a device is on.)
+_DEVICE = torch.device
+_AS_THEY_ARE = frozenset(
+    (int, float, bool, str, slice, type(None), type(Ellipsis), torch.dtype, torch.layout, torch.memory_format)
+)
 # Past what calls an overload in Python, which takes longer than they do.
 _empty, _set = torch._C._VariableFunctions.empty, torch._C.TensorBase.set_
+_as_strided = torch._C._VariableFunctions.as_strided
 
 
 class Twins:
@@ -59,17 +64,17 @@ class Twins:
 
     def plainly(self, tensor: Any) -> torch.Tensor:
         """The same of a dense tensor that is neither negated nor conjugated by name."""
-        placement = self._table.find(tensor.untyped_storage())
-        host: torch.Tensor | None = None if placement is None else placement.host
-        if (
-            host is not None
-            and host.size() == tensor.size()
-            and host.stride() == tensor.stride()
-            and host.dtype is tensor.dtype
-            and host.storage_offset() == tensor.storage_offset()
-        ):
+        storage = tensor.untyped_storage()
+        placement = self._table.find(storage)
+        if placement is None or placement.host is None or placement.host.dtype is not tensor.dtype:
+            return self._looked_at(tensor)
+        host: torch.Tensor = placement.host
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        if host.stride() == stride and host.size() == size and host.storage_offset() == offset:
             return host
-        return self._looked_at(tensor)
+        if placement.twin.nbytes() < storage.nbytes():
+            return self._looked_at(tensor)
+        return _as_strided(host, size, stride, offset)
 
     def view(self, tensor: Any) -> torch.Tensor:
         """The host's view of a device tensor. To be called with dispatch off."""
@@ -204,19 +209,23 @@ def leaves(items: Any) -> Sequence[Any]:
 
 def mapped(function: Callable[[Any], Any], items: Any) -> Any:
     """The same lists and tuples with the function's results in place of the leaves."""
-    if type(items) in (list, tuple):
-        return type(items)([mapped(function, item) for item in items])
+    kind = type(items)
+    if kind is list or kind is tuple:
+        return kind([mapped(function, item) for item in items])
     return function(items)
 
 
 def on_host(twins: Twins, arg: Any) -> Any:
     """An operator's argument as the host's operator takes it."""
+    kind = type(arg)
+    if kind in _AS_THEY_ARE:
+        return arg
+    if kind is list or kind is tuple:
+        return kind([on_host(twins, item) for item in arg])
     if isinstance(arg, VirtualTensor):
         return twins.view(arg)
-    if type(arg) in _AS_THEY_ARE:
-        return arg
-    if isinstance(arg, torch.device):
-        return torch.device("cpu")
+    if kind is _DEVICE:
+        return _CPU
     if isinstance(arg, (list, tuple)):
-        return mapped(lambda item: on_host(twins, item), list(arg) if type(arg) not in (list, tuple) else arg)
+        return [on_host(twins, item) for item in arg]
     return arg

@@ -451,7 +451,16 @@ def _repeat_interleave(engine: Engine, func: Any, args: Any, kwargs: Any, device
     return out
 
 
-@special(_aten.index.Tensor, _aten._unsafe_index.Tensor)
+def _takes_nothing(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether all indices are there as the kernel wants them."""
+    lists = [index for index in args[1] if index is not None]
+    if not lists or not all(isinstance(one, VirtualTensor) for one in (args[0], *lists)):
+        return False
+    shape, strides = lists[0].shape, lists[0].stride()
+    return all(one.dtype is torch.int64 and one.shape == shape and one.stride() == strides for one in lists)
+
+
+@special(_aten.index.Tensor, _aten._unsafe_index.Tensor, plain=_takes_nothing, by_looks=True)
 def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, indices = args[0], list(args[1])
     if not isinstance(source, VirtualTensor):
