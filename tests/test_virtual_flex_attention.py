@@ -140,3 +140,22 @@ def test_on_the_host_pytorchs_own_runs() -> None:
     x = torch.rand(1, 2, 128, 16)
     expected = torch.nn.functional.scaled_dot_product_attention(x, x, x)
     assert torch.allclose(flex.flex_attention(x, x, x), expected, atol=1e-5)
+
+
+def capped(score: Any, *_: Any) -> Any:
+    return torch.tanh(score / 20) * 20
+
+
+def test_gradients_of_a_score_function_that_keeps_its_result_are_the_hosts() -> None:
+    """PyTorch traces the score function's backward pass with tensors without values among those of the device."""
+    gpu.turn_on("A100-40GB,values=real")
+    torch.manual_seed(0)
+    on_host = [torch.randn(1, 2, 128, 16, requires_grad=True) for _ in range(3)]
+    on_device = [one.detach().cuda().requires_grad_() for one in on_host]
+    query, key, value = on_host
+    (capped(query @ key.mT / 4).softmax(-1) @ value).sum().backward()
+    flex.flex_attention(*on_device, score_mod=capped).sum().backward()
+    for ours, its in zip(on_device, on_host, strict=True):
+        assert ours.grad is not None
+        assert its.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), its.grad, rtol=1e-4, atol=1e-5)
