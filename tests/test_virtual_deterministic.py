@@ -121,11 +121,17 @@ def test_it_only_warns_where_that_was_asked_for_and_once(name: str) -> None:
 
 
 @pytest.mark.filterwarnings(r"ignore:index_reduce\(\) is in beta", r"ignore:scatter_reduce\(\) is in beta")
-def test_nothing_is_refused_without_the_setting() -> None:
-    gpu.turn_on("T4")
+@pytest.mark.parametrize("values", ["", ",values=real"])
+def test_nothing_is_refused_without_the_setting_and_all_is_with_it(values: str) -> None:
+    gpu.turn_on(f"T4{values}")
     torch.use_deterministic_algorithms(False)
     for run in REFUSED.values():
-        run()
+        for _ in range(3):
+            run()
+    torch.use_deterministic_algorithms(True)
+    for name, run in REFUSED.items():
+        with pytest.raises(RuntimeError, match=name):
+            run()
 
 
 @pytest.mark.parametrize(("version", "setting", "refused"), [

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine import kernel_rules, views_anew
+from gpumem_magic.virtual.engine import deterministic, kernel_rules, views_anew
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import node_now, sparse_layout, with_size
 from gpumem_magic.virtual.engine.computing import (
@@ -170,6 +170,9 @@ class RealEngine(ComputingEngine):
 
     def _is_free(self) -> bool:
         """Whether what runs now is the program's own call, and is done when it is called."""
+        if deterministic.are_asked_for():
+            # Some is refused.
+            return False
         return not (self.closed_because or self._nested or self.tape is not None or self.told_of_waiting)
 
     def _begin(self, device: int) -> None:
