@@ -377,6 +377,19 @@ def run_on_t4(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def test_what_a_variable_held_for_a_turn_is_called_by_it(script: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    train = (
+        "import copy, torch\n"
+        "model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)]).cuda()\n"
+        "for _ in range(3):\n"
+        "    model(torch.zeros(64, 2048).cuda()).sum().backward()\n"
+        "    model.zero_grad()\n"
+        "    best = copy.deepcopy(model.state_dict())\n"
+    )
+    said = said_on_t4(capsys, script(train)).replace("\n  ", " ")
+    assert "of `copy.deepcopy(model.state_dict())` (line 6), kept by `best['0…3.weight']`" in said
+
+
 def ran_on(device: str, capture: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> Any:
     """What is said where the command runs in this process. capture: `capfd`, for what other processes say, too."""
     try:

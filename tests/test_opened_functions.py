@@ -21,7 +21,7 @@ from test_resting_loops import Still
 from gpumem_magic.recording import hook
 from gpumem_magic.recording.functions import opened_functions
 from gpumem_magic.recording.instrument import Statement
-from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.recording.script import ScriptRun, as_main, main_of
 
 
 class Told:
@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> Run:
         script, told, error = ScriptRun(str(path)), Told() if observed else None, ""
         if told is not None:
             script.observe(told, opens=opens)
-        with as_main(str(path), []) as main:
+        with as_main(main_of(str(path)), []) as main:
             try:
                 script.run(main)
             except BaseException as raised:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -75,7 +74,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
     """Runs a workload on `device` (``cuda``, or a virtual GPU's name) and returns its fixture: numbers and a few words."""
     import torch
 
-    from gpumem_magic.recording.script import ScriptRun, as_main
+    from gpumem_magic.recording.script import ScriptRun, as_main, main_of
     from gpumem_magic.session.recording import open_recording
 
     script = ScriptRun(str(SCRIPTS / f"{name}.py"))
@@ -84,11 +83,11 @@ def measure(name: str, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     error: BaseException | None = None
     told: tuple[int, int, int] | None = None
+    module = main_of(script.path)
     recording = open_recording(device, names=script.names, own_file=script.path)
-    module: ModuleType | None = None
     place = None
     try:
-        with warnings.catch_warnings(), as_main(script.path, ()) as module:
+        with warnings.catch_warnings(), as_main(module, ()):
             warnings.simplefilter("ignore")
             script.observe(recording.observer(None, True, source=script.source))
             try:
@@ -99,7 +98,7 @@ def measure(name: str, device: str) -> dict[str, Any]:
             told = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated())
     finally:
         sys.path.remove(str(MODELS))
-        report = recording.close(error, place, {} if module is None else module.__dict__)
+        report = recording.close(error, place, module.__dict__)
         # The frames of a failed program hold its tensors.
         error = None
     assert told is not None

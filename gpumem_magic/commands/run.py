@@ -25,7 +25,7 @@ from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.failures import swallowed
 from gpumem_magic.recording.progress import StopRun
-from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.recording.script import ScriptRun, as_main, main_of
 from gpumem_magic.report.script_words import told_of_a_script
 from gpumem_magic.session import device as chosen_device
 from gpumem_magic.session import recording
@@ -71,10 +71,11 @@ def run(options: argparse.Namespace) -> int:
     alone = bool(os.environ.pop(ALONE, None))
     rank = from_environment()
     options.device = device_of_a_rank(options.device, rank)
-    measured = _MeasuredScript(script, _open(parser, options, script), rank)
+    main_module = main_of(path, spec)
+    measured = _MeasuredScript(script, _open(parser, options, script, main_module), rank)
     if rank is not None:
         rank.begin(measured.so_far, lambda: show(rank.folder, written_to, elsewhere=True))
-    with as_main(path, options.arguments, spec) as main_module, ExitStack() as around:
+    with as_main(main_module, options.arguments), ExitStack() as around:
         machine = chosen_device.virtual()
         children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
         if alone and rank is not None:
@@ -236,11 +237,17 @@ def _touched_a_device(report: Report) -> bool:
     return any(row.peak_allocated for one in (report, *report.devices) for row in one.checkpoints)
 
 
-def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: ScriptRun) -> Any:
+def _open(parser: argparse.ArgumentParser, options: argparse.Namespace, run: ScriptRun, main_module: ModuleType) -> Any:
     """The recording, with the script told of it; None, with a word about why, where it cannot be."""
     found: Any = None
     try:
-        found = recording.open_recording(options.device, names=run.names, own_file=run.path, words=told_of_a_script)
+        found = recording.open_recording(
+            options.device,
+            names=run.names,
+            user_ns=main_module.__dict__,
+            own_file=run.path,
+            words=told_of_a_script,
+        )
         observer = found.observer(options.max_iterations, until_repeat=options.until_repeat, source=run.source)
         run.observe(observer, opens=True)
     except DeviceError as error:

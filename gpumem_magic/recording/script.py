@@ -117,12 +117,9 @@ def find_module(name: str) -> ModuleSpec:
     return spec
 
 
-@contextmanager
-def as_main(path: str, arguments: Sequence[str], spec: ModuleSpec | None = None) -> Iterator[ModuleType]:
-    """Sets up ``__main__``, ``sys.argv`` and ``sys.path[0]`` as ``python path arguments`` does, and puts them back after.
-
-    spec: of a module that runs as under ``python -m``.
-    """
+def main_of(path: str, spec: ModuleSpec | None = None) -> ModuleType:
+    """A module for the script at `path` to run in, as ``python path`` makes it. spec: of a module that runs as under
+    ``python -m``."""
     module = ModuleType("__main__")
     module.__dict__.update(
         __file__=path,
@@ -132,9 +129,17 @@ def as_main(path: str, arguments: Sequence[str], spec: ModuleSpec | None = None)
         __cached__=None if spec is None else spec.cached,
         __spec__=spec,
     )
+    return module
+
+
+@contextmanager
+def as_main(module: ModuleType, arguments: Sequence[str]) -> Iterator[ModuleType]:
+    """Has a module (see `main_of`) be ``__main__``, and sets up ``sys.argv`` and ``sys.path[0]`` as ``python path arguments``
+    does; puts them back after."""
+    path = str(module.__file__)
     before = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [path, *arguments]
-    folder = os.path.dirname(os.path.realpath(path)) if spec is None else os.getcwd()
+    folder = os.path.dirname(os.path.realpath(path)) if module.__spec__ is None else os.getcwd()
     # The first entry is the folder of the `gpumem` command, unless Python was told to leave that out.
     sys.path[: 0 if _has_safe_path() else 1] = [folder]
     sys.modules["__main__"] = module

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumem_magic.recording.cell import CellRun, PreparedCell
 from gpumem_magic.recording.model import Failed
-from gpumem_magic.recording.script import ScriptRun, as_main
+from gpumem_magic.recording.script import ScriptRun, as_main, main_of
 from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import own_functions
 from gpumem_magic.trials.libraries import import_ahead
@@ -188,8 +188,9 @@ class _RunningScript:
         self.values = values
         self._script = ScriptRun(path)
         # Never left: the process ends with it.
-        self._around = as_main(path, arguments, spec)
-        self._main: ModuleType = self._around.__enter__()
+        self._main = main_of(path, spec)
+        self._around = as_main(self._main, arguments)
+        self._around.__enter__()
         self.names, self.filename, self.source = self._script.names, path, self._script.source
 
     def observe(self, observer: CellObserver, recorder: Recorder, further: FurtherTurns, ends: LoopEnds) -> None:
