@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from gpumem_magic.virtual import gpu
 
@@ -140,3 +142,25 @@ def test_an_older_index_gives_the_same_shape(index: Any) -> None:
     found.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
+
+
+def test_they_meet_in_place_while_the_compiler_watches_another_threads_frames() -> None:
+    """Python's calls hold their arguments once more then, in all threads."""
+    watched, over = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        before = set_eval_frame(False)
+        watched.set()
+        over.wait()
+        set_eval_frame(before)
+
+    x, gradient = leaf(), seed()
+    out = x.neg() + x.neg()
+    thread = threading.Thread(target=watch)
+    thread.start()
+    watched.wait()
+    try:
+        assert made(lambda: torch.autograd.grad(out, x, gradient)) == 2
+    finally:
+        over.set()
+        thread.join()

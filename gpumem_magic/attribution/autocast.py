@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from gpumem_magic.attribution.owners import Roles, lives_at
 from gpumem_magic.attribution.phase_map import PhaseMap
 from gpumem_magic.devices.base import DeviceLog, Label
-from gpumem_magic.recording.model import AUTOCAST_ENDS, FORWARD, WIDE_WEIGHTS, Span
+from gpumem_magic.recording.model import AUTOCAST_ENDS, FORWARD, NO_WIDE_WEIGHTS, Span
 from gpumem_magic.snapshot.timeline import Allocation
 
 # Fewer of a weight's size may be chance.
@@ -34,7 +34,7 @@ def copies_of_weights(
     ends = sorted(
         (one.start.positions[device], one.end.positions.get(device, one.start.positions[device]))
         for one in spans
-        if one.kind == AUTOCAST_ENDS and one.label == WIDE_WEIGHTS and device in one.start.positions
+        if one.kind == AUTOCAST_ENDS and one.label != NO_WIDE_WEIGHTS and device in one.start.positions
     )
     if not ends:
         return {}

@@ -120,7 +120,8 @@ class _Batch:
         self.births = scene.recording.logs[scene.device].births
         # Weights that a program computes (one step of a step of training) are no batch, nor are those that it steps by hand, of
         # which the gradients are known.
-        self._weights = self._shapes("parameters") or self._shapes("gradients")
+        known = any(self._is(one, "parameters") for one in scene.timeline.allocations)
+        self._weights = self._shapes("parameters" if known else "gradients")
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
         # What was there before the recording has no birth.

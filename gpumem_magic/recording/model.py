@@ -22,8 +22,8 @@ PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
 """The kinds of spans that are phases of training."""
 AUTOCAST_ENDS = "autocast ends"
 """The kind of a span in which autocast lets go of what it keeps."""
-WIDE_WEIGHTS = "float32 weights"
-"""Its label where there are weights that autocast casts."""
+NO_WIDE_WEIGHTS = "no float32 weights"
+"""Its label where there are none that autocast would cast."""
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """The statement that an error came through: its text, line and iteration, and the lines of the loops around it."""

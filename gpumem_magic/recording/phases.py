@@ -27,10 +27,10 @@ from gpumem_magic.recording.model import (
     AUTOCAST_ENDS,
     BACKWARD,
     FORWARD,
+    NO_WIDE_WEIGHTS,
     OPTIMIZER,
     PHASES,
     RECOMPUTATION,
-    WIDE_WEIGHTS,
     Moment,
     Span,
 )
@@ -304,7 +304,11 @@ class Phases:
     def _autocast_ends(self) -> Callable[[bool], None]:
         one: _Open | None = None
         with self._guard("the end of autocast"):
-            one = self._begin(AUTOCAST_ENDS, WIDE_WEIGHTS if self._witness.has_wide_weights else "")
+            # (The block that ends is still on, if it was.)
+            if self._witness.has_wide_weights:
+                one = self._begin(AUTOCAST_ENDS, "")
+            elif torch.is_autocast_enabled("cuda"):
+                one = self._begin(AUTOCAST_ENDS, NO_WIDE_WEIGHTS)
         return self._end_of(one, "the end of autocast")
 
     # Optimizers

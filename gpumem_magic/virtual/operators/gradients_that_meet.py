@@ -87,7 +87,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
             # (A tensor of its own on the same memory: C++ makes it part of the graph.)
             return engine.run(_aten.detach.default, (engine.run(_aten.add_.Tensor, args, kwargs, device),), {}, device)
         return engine.run(as_device_does(engine, func, args), args, kwargs, device)
-    if engine.memory.torch_version(device) >= _IN_PLACE_FROM and is_free(args[0]):
+    if engine.memory.torch_version(device) >= _IN_PLACE_FROM and _is_free(args):
         return engine.run(_aten.add_.Tensor, args, kwargs, device)
     out = engine.run(func, args, kwargs, device)
     placement = engine.table.find(out.untyped_storage())
@@ -118,8 +118,13 @@ def _meets_itself(node: Any) -> bool:
     return len(set(following)) < len(following)
 
 
-def is_free(tensor: Any) -> bool:
+# Both are asked about the first of an operator's arguments, and not given it: who calls a function in Python holds what it
+# passes, too, once the compiler watches the interpreter's frames, in whichever thread.
+
+
+def _is_free(args: Any) -> bool:
     """Whether only the engine holds the tensor, which lies densely."""
+    tensor = args[0]
     held = _Holders(sys.getrefcount(tensor), tensor._use_count(), _storage_Use_Count(tensor.untyped_storage()._cdata))
     if _Learning.running:
         _Learning.found = held
@@ -127,9 +132,10 @@ def is_free(tensor: Any) -> bool:
     return alone is not None and all(map(operator.le, held, alone)) and is_dense(tensor)
 
 
-def may_be_stolen(gradient: Any) -> bool:
+def may_be_stolen(args: Any) -> bool:
     """Whether only the engine holds a sparse gradient that a leaf without one would copy (``accumulate_grad.h``): C++ takes its
     parts, as they come from Python, for held by others, too."""
+    gradient = args[0]
     node = torch._C._current_autograd_node()
     if node is None or type(node).__name__ != "AccumulateGrad" or torch.is_grad_enabled():
         return False

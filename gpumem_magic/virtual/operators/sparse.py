@@ -140,7 +140,7 @@ _scaled = _same_places(indices=False)
 def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The values first: C++ copies both in one call, whose last argument is made first (`copy_into_sparse`)."""
     old = parts(engine, args[0])
-    stolen = func is _aten.clone.default and may_be_stolen(args[0])
+    stolen = func is _aten.clone.default and may_be_stolen(args)
     if stolen and old.indices.is_contiguous() and old.values.is_contiguous():
         return join(old.indices, old.values, args[0].shape, args[0].is_coalesced())
     values = _copy(engine, old.values, device)
