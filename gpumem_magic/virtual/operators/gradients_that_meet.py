@@ -87,7 +87,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
             # (A tensor of its own on the same memory: C++ makes it part of the graph.)
             return engine.run(_aten.detach.default, (engine.run(_aten.add_.Tensor, args, kwargs, device),), {}, device)
         return engine.run(as_device_does(engine, func, args), args, kwargs, device)
-    if engine.memory.torch_version(device) >= _IN_PLACE_FROM and _is_free(args):
+    if engine.memory.torch_version(device) >= _IN_PLACE_FROM and is_free(args):
         return engine.run(_aten.add_.Tensor, args, kwargs, device)
     out = engine.run(func, args, kwargs, device)
     placement = engine.table.find(out.untyped_storage())
@@ -122,7 +122,7 @@ def _meets_itself(node: Any) -> bool:
 # passes, too, once the compiler watches the interpreter's frames, in whichever thread.
 
 
-def _is_free(args: Any) -> bool:
+def is_free(args: Any) -> bool:
     """Whether only the engine holds the tensor, which lies densely."""
     tensor = args[0]
     held = _Holders(sys.getrefcount(tensor), tensor._use_count(), _storage_Use_Count(tensor.untyped_storage()._cdata))
