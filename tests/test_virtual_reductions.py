@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 
 from gpumem_magic.virtual import gpu
 
@@ -15,16 +16,6 @@ from gpumem_magic.virtual import gpu
 def on() -> Iterator[Callable[[str], Any]]:
     yield gpu.turn_on
     gpu.turn_off()
-
-
-def asked(program: Callable[[], Any]) -> list[int]:
-    """Bytes of every request that the program makes, in order."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    program()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(enabled=None)
-    return [event["size"] for event in trace if event["action"] == "alloc"]
 
 
 @pytest.mark.parametrize(
@@ -41,13 +32,13 @@ def test_what_was_recorded(
     """In training steps of public repositories, whose recordings name the kernel."""
     on(card)
     x = torch.randn(shape, device="cuda")
-    assert asked(lambda: x.sum(dims))[1:] == shared
+    assert made(lambda: x.sum(dims))[1:] == shared
 
 
 def test_small_work_is_not_split(on: Callable[[str], Any]) -> None:
     on("A100-40GB")
     x = torch.randn(64, 64, device="cuda")
-    assert asked(lambda: (x.sum(), x.sum(0), x.mean(1), x.amax())) == [4, 256, 256, 4]
+    assert made(lambda: (x.sum(), x.sum(0), x.mean(1), x.amax())) == [4, 256, 256, 4]
 
 
 def test_partial_results_are_as_wide_as_the_kernels(on: Callable[[str], Any]) -> None:
@@ -55,7 +46,7 @@ def test_partial_results_are_as_wide_as_the_kernels(on: Callable[[str], Any]) ->
     x = torch.randn(1 << 20, device="cuda")
     half = x.half()
     buffers = {
-        name: asked(program)[-2:]
+        name: made(program)[-2:]
         for name, program in {
             "sum": x.sum, "amax": x.amax, "half amax": half.amax, "argmax": x.argmax, "any": (x > 0).any,
         }.items()
@@ -70,7 +61,7 @@ def test_partial_results_are_as_wide_as_the_kernels(on: Callable[[str], Any]) ->
 def test_what_is_summed_in_another_type_is_copied_first(on: Callable[[str], Any]) -> None:
     on("A100-40GB")
     mask = torch.ones(1 << 20, dtype=torch.bool, device="cuda")
-    count, copy, *shared = asked(mask.sum)
+    count, copy, *shared = made(mask.sum)
     assert (count, copy) == (8, 8 << 20)
     assert len(shared) == 2
 
@@ -78,7 +69,7 @@ def test_what_is_summed_in_another_type_is_copied_first(on: Callable[[str], Any]
 def test_more_than_two_gibibytes_are_reduced_in_parts(on: Callable[[str], Any]) -> None:
     on("A100-80GB")
     x = torch.empty(3 << 28, dtype=torch.float32, device="cuda")
-    found = asked(x.sum)
+    found = made(x.sum)
     # Three GiB: the half of each half can be counted with 31 bits.
     assert len(found) == 1 + 2 * 2
 
@@ -104,9 +95,9 @@ def test_parts_meet_in_a_buffer_where_the_result_cannot_hold_what_they_found(
     on("A100-80GB,torch=2.6")
     rows = (1 << 31) // dtype.itemsize // 1024
     fits, larger = (torch.empty(size, 1024, dtype=dtype, device="cuda") for size in (rows, rows + 1))
-    assert asked(lambda: reduce(fits, -1)) == [rows * one for one in results]
+    assert made(lambda: reduce(fits, -1)) == [rows * one for one in results]
     rows += 1
-    assert asked(lambda: reduce(larger, -1)) == [rows * one for one in (*results, *([held] if held else []))]
+    assert made(lambda: reduce(larger, -1)) == [rows * one for one in (*results, *([held] if held else []))]
 
 
 def test_a_card_with_fewer_processors_splits_less(on: Callable[[str], Any]) -> None:
@@ -114,15 +105,15 @@ def test_a_card_with_fewer_processors_splits_less(on: Callable[[str], Any]) -> N
     for name in ("T4", "H100"):
         on(name)
         x = torch.randn(1 << 24, device="cuda")
-        found[name] = asked(x.sum)[1]
+        found[name] = made(x.sum)[1]
     assert found["T4"] < found["H100"]
 
 
 def test_order_of_dimensions_does_not_matter_where_it_lies_the_same(on: Callable[[str], Any]) -> None:
     on("A100-40GB")
     x = torch.randn(64, 128, 512, device="cuda")
-    plain = asked(lambda: x.sum((0, 1)))
-    moved = asked(lambda: x.permute(2, 0, 1).sum((1, 2)))
+    plain = made(lambda: x.sum((0, 1)))
+    moved = made(lambda: x.permute(2, 0, 1).sum((1, 2)))
     assert plain == moved
 
 
@@ -130,4 +121,4 @@ def test_order_of_dimensions_does_not_matter_where_it_lies_the_same(on: Callable
 def test_odd_shapes_take_nothing(on: Callable[[str], Any], shape: tuple[int, ...]) -> None:
     on("T4")
     x = torch.zeros(shape, device="cuda")
-    assert all(size <= 24 for size in asked(lambda: (x.sum(), x.sum(-1) if shape else None, x.mean())))
+    assert all(size <= 24 for size in made(lambda: (x.sum(), x.sum(-1) if shape else None, x.mean())))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import made
 from torch.utils.checkpoint import checkpoint
 
 from gpumem_magic.virtual import gpu
@@ -151,14 +152,9 @@ def test_the_nodes_are_those_of_plain_tensors(device: str, program: Callable[[to
         torch.testing.assert_close(y.grad.cpu(), x.grad)
 
 
-def made(program: Callable[[], Any]) -> list[int]:
+def large(program: Callable[[], Any]) -> list[int]:
     """The bytes of the tensors of COUNT values and more that the program makes."""
-    memory: Any = torch.cuda.memory
-    memory._record_memory_history()
-    program()
-    trace = memory._snapshot()["device_traces"][0]
-    memory._record_memory_history(enabled=None)
-    return [event["size"] for event in trace if event["action"] == "alloc" and event["size"] >= BYTES]
+    return [size for size in made(program) if size >= BYTES]
 
 
 def test_the_gradient_of_such_a_view_lies_in_zeros_of_the_whole(device: str) -> None:
@@ -169,7 +165,7 @@ def test_the_gradient_of_such_a_view_lies_in_zeros_of_the_whole(device: str) -> 
     gradient = torch.ones(COUNT, device="cuda")
     # as_strided_backward: zeros. CopySlices: a copy of them, one of the view's part, and add_'s own gradient is what came. neg.
     # (With a node for each view there were zeros of 2 rows, too.)
-    assert made(lambda: torch.autograd.grad(view, x, gradient)) == [4 * BYTES, 4 * BYTES, BYTES, 4 * BYTES]
+    assert large(lambda: torch.autograd.grad(view, x, gradient)) == [4 * BYTES, 4 * BYTES, BYTES, 4 * BYTES]
 
 
 def test_what_was_written_to_without_views_is_not_remembered(device: str) -> None:

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from gpumem_magic.attribution.ledger import Outside, gaps
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, DeviceLog
-from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Recording, Span
+from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Moment, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import counted, human
@@ -70,11 +70,12 @@ def event_in_words(position: int, total: int) -> str:
     return "the start" if position == 0 else f"event {position - 1:,} of {total:,}"
 
 
-def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Counters, Counters]]:
-    """Each checkpoint with the counters before and at it."""
+def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Moment, Counters, Counters]]:
+    """Each checkpoint with the moment before it, and the counters then and at it."""
     points = [point for point in recording.checkpoints if device in point.moment.counters]
     return [
-        (point, before.moment.counters[device], point.moment.counters[device]) for before, point in pairwise(points)
+        (point, before.moment, before.moment.counters[device], point.moment.counters[device])
+        for before, point in pairwise(points)
     ]
 
 
@@ -139,7 +140,7 @@ def _few(places: Sequence[str]) -> str:
 def _retries(recording: Recording, device: int) -> list[str]:
     """Requests that failed until the cache was emptied, and those that failed all the same, where the program went on."""
     failed = _failed_requests(recording, device)
-    tried = [(point, now.retries - before.retries) for point, before, now in _steps(recording, device)]
+    tried = [(point, now.retries - before.retries) for point, _, before, now in _steps(recording, device)]
     points = [point for point, count in tried if count > failed.count(point)]
     if recording.error is not None and recording.error.requested is not None and failed:
         # The last is the error that ended the program.
@@ -155,13 +156,12 @@ def _retries(recording: Recording, device: int) -> list[str]:
 def _failed_requests(recording: Recording, device: int) -> list[Checkpoint]:
     """For each request that failed, the row's checkpoint."""
     events = recording.logs[device].events
-    points = [point for point in recording.checkpoints if device in point.moment.counters]
     return [
-        after
-        for before, after in pairwise(points)
+        point
+        for point, start, before, now in _steps(recording, device)
         # (Before it gives up, the allocator empties its cache.)
-        if after.moment.counters[device].retries > before.moment.counters[device].retries
-        for event in events[before.moment.positions[device] : after.moment.positions[device]]
+        if now.retries > before.retries
+        for event in events[start.positions[device] : point.moment.positions[device]]
         if event.action == "oom"
     ]
 
@@ -177,7 +177,7 @@ def _context_growth(recording: Recording, device: int) -> list[str]:
     """The context is measured at the device's first use; what comes later is said, since no category shows it apart."""
     grown = [
         (now.context - before.context, place_of(point))
-        for point, before, now in _steps(recording, device)
+        for point, _, before, now in _steps(recording, device)
         if before.context and now.context is not None and now.context > before.context
     ]
     if not grown:

@@ -3,7 +3,8 @@
 `torch.use_deterministic_algorithms` counts on virtual devices as on a card: the operators below raise there, or warn with
 ``warn_only=True``, in PyTorch's words. The table is that of the callers of `alertNotDeterministic` in the CUDA builds of 2.9.1,
 2.13.0 and 2.14.1, read from their code; where those of 2.9.1 go no further because C++ chose another way before, it has nothing.
-(`torch.nn.functional` has its own ways for some, which come here as other operators.)
+(`torch.nn.functional` has its own ways for some, which come here as other operators. cuDNN's sampling of grids, which 2.13
+refuses under a name of its own and 2.9.1 does not, is not told from PyTorch's.)
 """
 
 from __future__ import annotations
