@@ -20,9 +20,11 @@ from gpumem_magic.attribution.ledger import (
 )
 from gpumem_magic.attribution.owners import lives_at, owners
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
+from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, Label
 from gpumem_magic.recording.model import KEPT_BY_GRAPH, Hold, Recording
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES
+from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import MIB
 
@@ -267,6 +269,95 @@ def test_a_real_devices_workspace_is_inferred_from_its_size() -> None:
     with tape.span("forward"):
         address = tape.device.alloc(8_519_680)
     assert label_of(tape.finish(), address) == Label("workspace", "inferred")
+
+
+def test_weights_of_a_workspaces_size_hide_none() -> None:
+    """VGG in 16 bits on an H100: weight, gradient and state of 4096 x 4096 are 32 MiB each, as cuBLAS's workspaces are."""
+    tape = Tape(FakeDevice(kind="cuda"))
+    for number in range(3):
+        for role in ("parameter", "gradient", "optimizer_state"):
+            tape.see(tape.device.alloc(32 * MIB), role, f"classifier.{number}.weight")
+    with tape.span("forward"):
+        workspace = tape.device.alloc(32 * MIB)
+    assert label_of(tape.finish(), workspace) == Label("workspace", "inferred")
+
+
+def test_each_stream_has_workspaces_of_its_own() -> None:
+    device = FakeDevice(kind="cuda")
+    workspaces = [device.alloc(32 * MIB, stream=stream) for stream in (0, 7, 8) for _ in range(2)]
+    recording = Tape(device).finish()
+    assert {label_of(recording, one) for one in workspaces} == {Label("workspace", "inferred")}
+
+
+def test_a_workspace_that_is_cleared_is_one_still() -> None:
+    """Lightning has PyTorch give them back at the end of a training."""
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        workspace, kept = tape.device.alloc(32 * MIB), tape.device.alloc(32 * MIB)
+    with tape.span("workspaces go"):
+        tape.device.free(workspace)
+    tape.device.free(kept)
+    recording = tape.finish()
+    _, labels = labelled(recording)
+    assert labels[:2] == [Label("workspace", "stack"), Label("activations", "lifetime")]
+
+
+@pytest.mark.parametrize(
+    ("size", "between", "category"),
+    [
+        (7 * MIB, False, "workspace"),
+        # As large as what it is the gradient of: it was added to another in place.
+        (5 * MIB, False, "activation_gradients"),
+        # What is made of a gradient is asked for while that is there.
+        (7 * MIB, True, "activation_gradients"),
+    ],
+)
+def test_what_backwards_kernels_work_in_is_gone_before_anything_else_is_asked_for(
+    size: int, between: bool, category: str
+) -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        tape.device.alloc(5 * MIB)
+    with tape.span("backward"):
+        scratch = tape.device.alloc(size)
+        if between:
+            tape.device.alloc(3 * MIB)
+        tape.device.free(scratch)
+    _, labels = labelled(tape.finish())
+    assert labels[1].category == category
+
+
+def test_what_a_convolution_works_in_is_known_by_the_place_that_asked() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    with tape.span("forward"):
+        for file in ("/x/torch/nn/modules/conv.py", "/x/torch/nn/functional.py"):
+            tape.device.allocator.stacks = lambda file=file: (Frame(file, "_conv_forward", 1),)
+            tape.device.free(tape.device.alloc(7 * MIB))
+    _, labels = labelled(tape.finish())
+    assert labels == [Label("workspace", "stack"), Label("temporaries", "lifetime")]
+
+
+def test_what_one_place_asks_for_in_one_size_is_of_one_kind() -> None:
+    """The first backward's graph tells what it saved; later iterations have no such look."""
+    tape = Tape(FakeDevice(kind="cuda"))
+    tape.device.allocator.stacks = lambda: (Frame("/x/model.py", "forward", 7),)
+    first = tape.device.alloc(4 * MIB)
+    hold = Hold(0, tape.position, first, KEPT_BY_GRAPH, "backward of sin", "float32", (1024, 1024))
+    tape.device.free(first)
+    tape.device.alloc(4 * MIB)
+    tape.device.alloc(2 * MIB)
+    view = DeviceView(tape.finish(holds=(hold,)), 0)
+    facts = [view.tensors.facts(one) for one in view.timeline.allocations]
+    assert [(one.shape, one.dtype) for one in facts] == [*[((1024, 1024), "float32")] * 2, (None, "")]
+
+
+def test_a_workspace_is_no_lines_own() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    tape.device.allocator.stacks = lambda: (Frame("/x/model.py", "forward", 7),)
+    tape.device.alloc(32 * MIB)
+    tape.device.alloc(4 * MIB)
+    view = DeviceView(tape.finish(), 0)
+    assert [view.tensors.facts(one).inner for one in view.timeline.allocations] == ["", "model.py:7 forward"]
 
 
 def test_a_real_device_has_no_origins_so_phases_must_do() -> None:

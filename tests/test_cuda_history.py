@@ -10,6 +10,7 @@ from cuda_fakes import FakeTorch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpumem_magic.devices import history
 from gpumem_magic.devices.base import DeviceLog
 from gpumem_magic.devices.cuda import CudaMachine
 from gpumem_magic.devices.driver import Driver
@@ -189,6 +190,21 @@ def test_the_beginning_of_a_long_run_is_kept() -> None:
     first = next(index for index in log.origins)
     assert first >= 50
     assert all(position < first for position in run.positions(log)[:15])
+
+
+def test_the_beginning_has_stacks_which_a_long_run_is_spared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(history, "STACKS", 20)
+    torch = FakeTorch(initialized=True)
+    run = Run(torch, ring=1000)
+    run.begin()
+    assert torch.state()["history"] == ("all", 1000, "alloc")
+    for _ in range(3):
+        run.play([("alloc", MIB), ("free", 0)] * 9 + [("mark", 0)])
+    assert torch.state()["history"] == ("all", 1000, None)
+    log, timeline = run.end()
+    check_totals(run, log, timeline)
+    assert sum(event.action == "alloc" for event in log.events) == 27
+    assert torch.state()["history"] is None
 
 
 def test_a_users_recording_goes_on_with_its_own_arguments() -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch_versions import BIAS_WORKSPACE
 from virtual_as_real import Machine, real
 
+from gpumem_magic.owners.search import find_owners
 from gpumem_magic.recording.recorder import Recorder
 from gpumem_magic.report.build import build
 from gpumem_magic.report.model import ReportData, Row
@@ -132,3 +133,49 @@ def test_a_history_that_is_too_short_leaves_totals() -> None:
         assert (row.allocated, row.reserved) == (known.allocated, known.reserved)
     assert report.peak.peak_allocated == expected.peak.peak_allocated
     assert any("were dropped" in note for note in report.notes)
+
+
+def work(batch: torch.Tensor) -> torch.Tensor:
+    doubled = torch.cat([batch, batch])
+    return nn.functional.relu(doubled).sum()
+
+
+def test_temporaries_have_the_place_that_asked_for_them() -> None:
+    with real("T4,context=400MiB") as virtual:
+        both = Both(virtual, 100_000)
+        batch = torch.zeros(1 << 20).to("cuda")
+        both.row(2)
+        work(batch)
+        both.row(3)
+        for report in both.end():
+            made = [one for one in report.peak.tensors if one.category == "temporaries"]
+            # (Without a stack they would be "temporaries of line 3".)
+            assert {one.inner.partition(":")[0] for one in made} == {"test_devices_road.py"}, made
+            assert {one.inner.rpartition(" ")[2] for one in made} == {"work"}
+            assert "relu" in {one.operator for one in made}
+
+
+def test_workspaces_that_the_program_has_given_back_were_workspaces() -> None:
+    before = torch._C.__dict__.get("_cuda_clearCublasWorkspaces")
+    with real("T4,context=400MiB,torch=2.13") as virtual:
+        both = Both(virtual, 100_000)
+        squares = [torch.zeros(512, 512).to("cuda") for _ in range(2)]
+        both.row(2)
+        squares[0] @ squares[1]
+        both.row(3)
+        torch._C._cuda_clearCublasWorkspaces()
+        both.row(4)
+        for report in both.end():
+            kept = {row.line: row.categories["workspace"] for row in report.checkpoints if row.line}
+            assert kept == {2: 0, 3: 8_519_680, 4: 0}
+    assert torch._C.__dict__.get("_cuda_clearCublasWorkspaces") is before
+
+
+def test_tensors_of_a_workspaces_size_hide_no_workspace_from_its_owner() -> None:
+    with real("T4,context=400MiB,torch=2.13") as virtual:
+        squares = [torch.zeros(512, 512).to("cuda") for _ in range(2)]
+        squares[0] @ squares[1]
+        kept = [torch.zeros(8_519_680, dtype=torch.uint8).to("cuda") for _ in range(5)]
+        found = find_owners(Machine(virtual), {"kept": kept, "squares": squares})
+        assert [root.name for root in found.roots if root.kind == "library"] == ["cuBLAS"]
+        assert not found.lost

@@ -33,7 +33,7 @@ class Answers:
         self._ends: dict[int, str] = {}
         self.has_stacks = any(site != sites.NO_STACK for site in self.sites)
         self._workspace_sizes = workspace_sizes(
-            "cuda", (one.requested for one in self.allocations if one.freed is None)
+            "cuda", ((one.requested, one.stream) for one in self.allocations if one.freed is None)
         )
         self.labels: dict[int, Label] = {}
         self.reasons: dict[int, str] = {}

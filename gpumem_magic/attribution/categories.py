@@ -15,6 +15,7 @@ from gpumem_magic.attribution.autocast import copies_of_weights
 from gpumem_magic.attribution.grown import grown_keys_and_values
 from gpumem_magic.attribution.owners import Roles, lives_at, owners, tenants
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
+from gpumem_magic.attribution.scratch import scratch_of_kernels
 from gpumem_magic.devices.base import Birth, DeviceLog, Label
 from gpumem_magic.recording.model import (
     BACKWARD,
@@ -22,6 +23,7 @@ from gpumem_magic.recording.model import (
     KEPT_BY_GRAPH,
     OPTIMIZER,
     RECOMPUTATION,
+    WORKSPACES_GO,
     Checkpoint,
     Hold,
     Sighting,
@@ -66,10 +68,14 @@ def attribute(
         **copies_of_weights(log, timeline.allocations, held, map_, spans),
         **grown_keys_and_values(log.births, timeline.allocations, map_),
     }
-    sizes = workspace_sizes(log.facts.kind, (one.requested for one in timeline.allocations if one.freed is None))
+    # (What is held by an object may be as large: a weight of 4096 x 4096 in 16 bits is.)
+    left = ((one.requested, one.stream) for one in timeline.allocations if one.freed is None and one.index not in held)
+    sizes = workspace_sizes(log.facts.kind, left)
     in_graphs = ((one.address, one.position) for one in holds if one.device == device and one.keeper == KEPT_BY_GRAPH)
     saved = {one.index for one in tenants(timeline.allocations, in_graphs) if one is not None}
     told.update(_of_cublaslt(timeline, held, saved, sizes))
+    told.update(scratch_of_kernels(log, timeline.allocations, held, map_))
+    told.update(_cleared(timeline.allocations, device, spans))
     labels = [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
     # Of a forward that no module did, or that nobody saw, this is all that is known.
     return [
@@ -78,13 +84,15 @@ def attribute(
     ]
 
 
-def workspace_sizes(kind: str, stays: Iterable[int]) -> frozenset[int]:
-    """The sizes by which cuBLAS's memory is known among what stays (bytes that were asked for): there are few of it.
+def workspace_sizes(kind: str, stays: Iterable[tuple[int, int]]) -> frozenset[int]:
+    """The sizes by which cuBLAS's memory is known among what stays (bytes that were asked for, and the stream): on each there are
+    few of it.
 
     kind: of the device; a virtual one tells of its own.
     """
-    counts = Counter(stays)
-    return frozenset(size for size in _WORKSPACE_SIZES if kind != "virtual" and 0 < counts[size] <= _MOST_WORKSPACES)
+    counts = Counter(one for one in stays if one[0] in _WORKSPACE_SIZES)
+    too_many = {size for (size, _), count in counts.items() if count > _MOST_WORKSPACES}
+    return frozenset(size for size, _ in counts if kind != "virtual" and size not in too_many)
 
 
 def _of_cublaslt(
@@ -98,6 +106,21 @@ def _of_cublaslt(
         one.index for one in stays if one.requested == LT_WORKSPACE and one.index not in saved and one.index not in held
     ]
     return dict.fromkeys(found, Label("workspace", "inferred")) if len(found) <= most else {}
+
+
+def _cleared(allocations: Iterable[Allocation], device: int, spans: Iterable[Span]) -> dict[int, Label]:
+    """The workspaces that PyTorch gave back because it was told to, as Lightning tells it at the end of a training."""
+    times = [
+        (one.start.positions[device], one.end.positions[device])
+        for one in spans
+        if one.kind == WORKSPACES_GO and device in one.start.positions and device in one.end.positions
+    ]
+    known = Label("workspace", "stack")
+    return {
+        one.index: known
+        for one in (allocations if times else ())
+        if one.freed is not None and any(start <= one.freed < end for start, end in times)
+    }
 
 
 def labels_to_carry(timeline: Timeline, labels: Sequence[Label]) -> dict[int, Label]:

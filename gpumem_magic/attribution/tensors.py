@@ -89,7 +89,10 @@ class Tensors:
         """How it came to be, as an operator told or as its stack says."""
         if one.index not in self._births:
             told = self._log.births.get(one.born) if one.born >= 0 else None
-            self._births[one.index] = _of_stack(self._frames_of(one)) if told is None else told
+            # (Whichever line came first, a workspace is no line's own.)
+            if told is None and self._labels[one.index].category != "workspace":
+                told = _of_stack(self._frames_of(one))
+            self._births[one.index] = told
         return self._births[one.index]
 
     def statement_at(self, event: int) -> Checkpoint | None:
@@ -278,6 +281,19 @@ class Tensors:
                 found[birth] = words
         return found
 
+    @cached_property
+    def _kinds(self) -> Mapping[tuple[Birth, int], tuple[tuple[int, ...] | None, str]]:
+        """How it came to be, and its size -> shape and dtype of those that were seen, where these are alike: one place asks for
+        one kind of tensor, whichever iteration it is."""
+        found: defaultdict[tuple[Birth, int], set[tuple[tuple[int, ...] | None, str]]] = defaultdict(set)
+        for index, holds in self._holds.items():
+            one = self._allocations[index]
+            birth = self.birth_of(one)
+            for hold in holds:
+                if birth is not None and hold.dtype:
+                    found[birth, one.requested].add((hold.shape, hold.dtype))
+        return {key: next(iter(kinds)) for key, kinds in found.items() if len(kinds) == 1}
+
     def _tenants(self, looks: Iterable[tuple[int, int]]) -> list[Allocation | None]:
         return tenants(self._allocations, looks)
 
@@ -312,6 +328,8 @@ class Tensors:
             elif own and own != inner:
                 inner = f"{inner}, from {own}"
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
+        if seen is None and shape is None and birth is not None:
+            shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
         if label.name == TRIALS:
             return TensorFacts(
                 label.category,

@@ -31,6 +31,8 @@ _NO_HISTORY = {
     "pluggable": "A pluggable allocator is in use, which keeps no history: rows show the totals that it reports, "
     "without categories.",
 }
+# A figure of the driver's that is so many seconds old is worth a word.
+_LATE = 0.1
 # Seconds between two questions to the driver by one who only looks on.
 DRIVER_SECONDS = 1.0
 
@@ -252,7 +254,7 @@ class CudaDevice:
         )
         if private:
             self.notes.append(f"{human(private)} on {where} are in private pools (CUDA graphs or a MemPool).")
-        if self._outside is not None and (late := self._outside.told_late()):
+        if self._outside is not None and (late := self._outside.told_late()) >= _LATE:
             self.notes.append(
                 f"The driver answers slowly about {where}. It was asked less often, so that the program has its time: what rows "
                 f"show of its figures is up to {1000 * late:.0f} ms old."

@@ -23,6 +23,9 @@ from gpumem_magic.snapshot.rules import DEFAULT_SETTINGS, AllocatorSettings
 RING = 100_000
 """Events kept per device: about 20 MB in PyTorch, and some 70 MB more for a moment while they are read."""
 
+STACKS = 20_000
+"""Of so many events per device the requests have Python's stacks. A long run is spared what they cost."""
+
 _TRIES = 3
 
 
@@ -83,6 +86,7 @@ class AllocatorHistory:
         self._open: list[OpenLog] = []
         self._patches = Patches()
         self._is_ours = False
+        self._has_stacks = False
         # Our own call of what is patched is under way.
         self._calling = False
         self._waits: Any = None
@@ -144,6 +148,8 @@ class AllocatorHistory:
     def position(self, log: OpenLog) -> int:
         """The number of events so far, or, where events are not counted, of changes seen so far."""
         mark = self._mark(log)
+        if self._has_stacks and mark.raw > STACKS:
+            self._record(stacks=False)
         # The beginning of a long run is the part that people look at: it is kept, once, before the ring loses it.
         if self._is_ours and not log.drained and self._ring // 2 <= mark.raw <= self._ring:
             self._drain()
@@ -253,13 +259,13 @@ class AllocatorHistory:
             self._end()
             raise
 
-    def _record(self) -> None:
+    def _record(self, stacks: bool = True) -> None:
         """Raises nothing of PyTorch's: it also runs inside the user's first call of CUDA."""
         self._calling = True
         try:
-            if not torch_memory.history_is_on(self._torch):
-                torch_memory.begin_history(self._torch, self._ring)
-                self._is_ours = True
+            if self._is_ours or not torch_memory.history_is_on(self._torch):
+                torch_memory.begin_history(self._torch, self._ring, stacks=stacks)
+                self._is_ours, self._has_stacks = True, stacks
         except Exception as error:
             if not swallows(error):
                 raise
@@ -277,7 +283,7 @@ class AllocatorHistory:
             self._waits = None
         if self._is_ours:
             torch_memory.end_history(self._torch)
-            self._is_ours = False
+        self._is_ours = self._has_stacks = False
 
     def _watch_user(self) -> None:
         """While logs are open: the user's program may begin or end a recording of its own, or reset the counters."""
@@ -301,11 +307,10 @@ class AllocatorHistory:
                 if not swallows(error):
                     raise
             result = begin(enabled, *arguments, **options)
+            ours, self._is_ours, self._has_stacks = self._is_ours, False, False
             if enabled is None or enabled is False:
-                self._is_ours = False
                 self._record()
-            elif self._is_ours:
-                self._is_ours = False
+            elif ours:
                 self._note(
                     "The program began a memory history of its own, which goes on; this report was read from it."
                 )

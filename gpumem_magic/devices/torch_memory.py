@@ -82,10 +82,15 @@ def check_history(torch: Any) -> None:
         )
 
 
-def begin_history(torch: Any, entries: int) -> None:
-    """Records what every allocator does, without stacks, in a ring of so many events per device."""
+def begin_history(torch: Any, entries: int, *, stacks: bool) -> None:
+    """Records what every allocator does in a ring of so many events per device, with Python's stack of each request or without.
+
+    Called again, it changes what is recorded from then on: `setMaxEntries` and `record_context_` in `CUDACachingAllocator.cpp`,
+    2.9 to 2.13, leave the events that are there.
+    """
     check_history(torch)
-    torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", max_entries=entries)
+    context = "alloc" if stacks else None
+    torch.cuda.memory._record_memory_history(enabled="all", context=context, stacks="python", max_entries=entries)
 
 
 def end_history(torch: Any) -> None:

@@ -50,12 +50,13 @@ def find_owners(
     blocks = _blocks(machine)
     if not blocks:
         return Holdings(seconds=time.perf_counter() - began)
-    workspaces = _workspaces(machine, blocks)
     # The walk makes many objects: Python would collect the user's garbage in the middle of it.
     with no_automatic_collection(), closing(Traversal(machine.locate, closed_to(shell, namespace))) as walk:
         for root, values in roots_of(shell, namespace, error):
             walk.add_root(root, values)
         walk.walk()
+        unnamed = {place: sizes for place, sizes in blocks.items() if place not in walk.storages}
+        workspaces = _workspaces(machine, unnamed)
         if _looks_for_cycles(cycles, walk, blocks, workspaces):
             for root, values in garbage_holding(machine.locate, walk, blocks):
                 walk.add_root(root, values)
@@ -98,12 +99,12 @@ def _looks_for_cycles(
 
 
 def _workspaces(machine: Machine, blocks: Mapping[Place, tuple[int, int]]) -> set[Place]:
-    """What cuBLAS keeps: a virtual device knows it, a real one's is known by its size."""
+    """What cuBLAS keeps of what has no name: a virtual device knows it, a real one's is known by its size."""
     found: set[Place] = set()
     for device in machine.devices:
         index = device.facts.index
         asked = {place: requested for place, (_, requested) in blocks.items() if place[0] == index}
-        sizes = workspace_sizes(device.facts.kind, asked.values())
+        sizes = workspace_sizes(device.facts.kind, ((requested, 0) for requested in asked.values()))
         found |= {place for place, requested in asked.items() if requested in sizes}
         found |= {(index, address) for address, label in device.labels.items() if label.category == "workspace"}
     return found

@@ -21,6 +21,7 @@ RECOMPUTATION = "recomputation"
 PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
 """The kinds of spans that are phases of training."""
 AUTOCAST_ENDS = "autocast ends"
+WORKSPACES_GO = "workspaces go"
 """The kind of a span in which autocast lets go of what it keeps."""
 NO_WIDE_WEIGHTS = "no float32 weights"
 """Its label where there are none that autocast would cast."""
@@ -66,7 +67,8 @@ class Checkpoint:
 @dataclass(frozen=True)
 class Span:
     """An interval with a name: kind is forward | backward | optimizer | recomputation | range | mark (a mark's end is its start)
-    | `AUTOCAST_ENDS` | annotation (a range of the program's own, found beside a file's events; its end is its start).
+    | `AUTOCAST_ENDS` | `WORKSPACES_GO` | annotation (a range of the program's own, found beside a file's events; its end is its
+    start).
 
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left

@@ -31,6 +31,7 @@ from gpumem_magic.recording.model import (
     OPTIMIZER,
     PHASES,
     RECOMPUTATION,
+    WORKSPACES_GO,
     Moment,
     Span,
 )
@@ -109,6 +110,10 @@ class Phases:
             ),
             ("watching CUDA graphs", lambda: self.hidden.watch_graphs(self._patches)),
             ("watching autocast", lambda: torch_seams.watch_autocast(self._patches, self._autocast_ends)),
+            (
+                "watching workspaces",
+                lambda: torch_seams.watch_workspaces(self._patches, self._workspaces_go),
+            ),
             ("watching record_function", lambda: torch_seams.watch_ranges(self._patches, self._range_begins)),
         ):
             with self._guard(task), torch_seams.uncounted_hooks():
@@ -310,6 +315,12 @@ class Phases:
             elif torch.is_autocast_enabled("cuda"):
                 one = self._begin(AUTOCAST_ENDS, NO_WIDE_WEIGHTS)
         return self._end_of(one, "the end of autocast")
+
+    def _workspaces_go(self) -> Callable[[bool], None]:
+        one: _Open | None = None
+        with self._guard("the end of workspaces"):
+            one = self._begin(WORKSPACES_GO, "")
+        return self._end_of(one, "the end of workspaces")
 
     # Optimizers
 

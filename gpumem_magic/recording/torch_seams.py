@@ -93,6 +93,13 @@ def watch_autocast(patches: Patches, begins: Around) -> None:
     patches.set(torch, "clear_autocast_cache", _around(torch.clear_autocast_cache, begins))
 
 
+def watch_workspaces(patches: Patches, begins: Around) -> None:
+    """`begins` around each time that a program has PyTorch give cuBLAS's workspaces back."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        patches.set(torch._C, "_cuda_clearCublasWorkspaces", _around(clear, begins))
+
+
 def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None]]) -> None:
     """`begins` with the name of every ``record_function`` range. A C++ range is not seen; nor are torch.compile's own, which are
     Python's in 2.9."""
