@@ -219,6 +219,36 @@ def test_a_batch_norm_over_samples_has_sums_for_the_gradient() -> None:
     assert made(lambda: norm(few))[-3:] == [64 * 1024, 1024, 1024]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "shape", "room", "of_gradient"),
+    [
+        (torch.float32, (8, 64, 28, 28), 51644, 34852),
+        (torch.float16, (8, 64, 28, 28), 21716, 34852),
+        (torch.float16, (32, 256, 56, 56), 1297280, 2143280),
+        (torch.float32, (17, 38, 1, 17), 3064, 2604),
+        (torch.float32, (2, 3, 16, 16), 1148, 1124),
+    ],
+)
+def test_a_batch_norm_whose_channels_lie_last_has_cudnns_room(
+    dtype: torch.dtype, shape: tuple[int, ...], room: int, of_gradient: int
+) -> None:
+    """What an H100 was asked for, with 2.11 (cuDNN 9.19)."""
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.11")
+    norm = torch.nn.BatchNorm2d(shape[1], device="cuda")
+    x = torch.zeros(shape, device="cuda", dtype=dtype).to(memory_format=torch.channels_last).requires_grad_()
+    gradient = torch.zeros_like(x)
+    out = norm(x)
+    each = shape[1] * 4
+    assert made(lambda: norm(x))[-3:] == [each, each, room]
+    assert made(lambda: torch.autograd.grad(out, (x, *norm.parameters()), gradient))[-3:] == [each, each, of_gradient]
+    norm.eval()
+    frozen = norm(x)
+    # In evaluation the input's gradient lies plainly.
+    (found,) = torch.autograd.grad(frozen, x, gradient)
+    assert found.is_contiguous()
+
+
 def test_a_group_norm_of_single_values_adds_up_by_channel_too() -> None:
     x = torch.zeros(4, 32, device="cuda", requires_grad=True)
     weight = torch.ones(32, device="cuda", requires_grad=True)

@@ -199,13 +199,32 @@ def test_singular_vectors_by_driver_and_size() -> None:
     ]  # fmt: skip
 
 
-def test_an_exponential_holds_five_powers_and_five_sums() -> None:
-    # The absolute values first; then norm, place, the matrix, its norm, the result, exponent, power, the scaled matrix; 25
-    # coefficients; five powers, among them ones; five sums.
-    scaled = [4, 8, BYTES, 4, BYTES, 8, 8, BYTES, 100]
-    assert made(lambda: linalg.matrix_exp(matrix(100, 100)))[1:] == [
-        BYTES, BYTES, *scaled, 5 * BYTES, BYTES, 5 * BYTES,
+def test_an_exponential_takes_the_polynomial_for_its_norm() -> None:
+    """What an H100 was asked for, with 2.11."""
+    # Absolute values, sums, norm and place; the result, a place, the matrix; 16 coefficients; four powers, ones, sums.
+    assert made(lambda: linalg.matrix_exp(torch.eye(8, device="cuda")))[1:] == [
+        256, 32, 4, 8, 256, 8, 256, 64, 1024, 4, 256, 1024,
     ]  # fmt: skip
+    # One more power and sum where the norm is too large, or is not known.
+    for scale in (20.0, float("nan")):
+        large = scale * torch.eye(8, device="cuda") if scale > 0 else torch.rand(8, 8, device="cuda")
+        assert [size for size in made(lambda large=large: linalg.matrix_exp(large)) if size == 1280] == [1280, 1280]  # type: ignore[misc]
+
+
+def test_exponentials_are_multiplied_with_themselves_as_often_as_they_were_halved() -> None:
+    # Norms of 1, 6 and 20 are halved 0, 1 and 3 times: three matrices' products, then two's, and two of the last one's.
+    scales = torch.tensor([1.0, 6.0, 20.0]).view(3, 1, 1)
+    many = (scales * torch.eye(16)).to("cuda")
+    large = [size // 1024 for size in made(lambda: linalg.matrix_exp(many)) if size % 1024 == 0]
+    assert large[:5] == [3, 3, 15, 3, 15]
+    # Those in order of their number, the products, all together, and in their order.
+    assert large[5:] == [3, 2, 1, 1, 3, 3]
+
+
+def test_the_gradient_of_an_exponential_has_one_of_twice_as_many_rows() -> None:
+    matrices = torch.zeros(100, 100, device="cuda", requires_grad=True)
+    out = linalg.matrix_exp(matrices)
+    assert made(lambda: torch.autograd.grad(out, matrices, torch.zeros_like(out)))[1] == 4 * BYTES
 
 
 def test_the_first_solution_takes_cublas_workspace() -> None:

@@ -358,6 +358,19 @@ def test_a_file_keeps_the_gpu_what_was_run_and_what_it_was_asked_for(
     assert said.endswith("2 of 2 cases alike (allocations), 2 alike with their frees.\n")
 
 
+def test_sweeps_draw_the_same_cases_for_a_seed_and_others_for_another(tool: dict[str, Any]) -> None:
+    sweeps = importlib.import_module("sweeps")
+    cases = sweeps.drawn(0)
+    assert cases == sweeps.drawn(0) != sweeps.drawn(1)
+    names = [name for name, _, _ in cases]
+    assert len(set(names)) == len(names) > 10_000
+    for name, setup, expression in cases:
+        compile(f"{setup}\nout = ({expression})", name, "exec")
+    # A run that is cut has some of each kind.
+    kinds = {name.split("_0_")[0] for name in names}
+    assert {name.split("_0_")[0] for name in names[: len(names) // 8]} == kinds
+
+
 @pytest.mark.skipif(parse_version(torch.__version__) < (2, 11), reason="some cases need functions of 2.11")
 def test_a_virtual_h100_is_asked_for_what_a_real_one_was(
     tool: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -1,15 +1,16 @@
 """What PyTorch's own CUDA build asks its allocator for, operator by operator, beside the virtual GPU. No GPU is needed.
 
     python benchmarks/stand_in_runtime --python OTHER/bin/python [--card A100] [--only TEXT ...]
-        [--opinfo | --modules | --optimizers | --script FILE [ARGUMENT ...]]
-    python benchmarks/stand_in_runtime --save FILE [--opinfo | --modules | --optimizers]
+        [--sweeps | --opinfo | --modules | --optimizers | --script FILE [ARGUMENT ...]]
+    python benchmarks/stand_in_runtime --save FILE [--sweeps | --opinfo | --modules | --optimizers]
     python benchmarks/stand_in_runtime --against FILE [--card H100] [--only TEXT ...]
 
 OTHER is an environment with a CUDA build of PyTorch, as `pip install torch` makes it on Linux; its version is the one compared.
 ATen's, CUB's and the allocator's host code run over a CUDA runtime in which no kernel runs (`runtime.c`), built into a scratch
 folder with `cc` and that environment's headers. The cases of `cases.txt` run here and there: what each allocates and frees, in
-order, is compared. With --opinfo, --modules or --optimizers, samples of PyTorch's own tests are, each with its gradients. With
---script a whole program is, by `gpumem diff --events`: OTHER needs what it imports, and no kernel makes the values it reads.
+order, is compared. With --sweeps, cases at many shapes are (`sweeps.txt`). With --opinfo, --modules or --optimizers, samples of
+PyTorch's own tests are, each with its gradients. With --script a whole program is, by `gpumem diff --events`: OTHER needs what
+it imports, and no kernel makes the values it reads.
 
 On a computer with a GPU, --save keeps in FILE what this environment's PyTorch asks for there, and --against compares such a
 file with the virtual GPU, on any computer.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import saved
+import sweeps
 from building import HERE, Unfit, Wheel, build, wheel
 
 from gpumem_magic.virtual.card import catalog
@@ -62,11 +64,13 @@ def main() -> int:
     ):
         text = f"PyTorch's own samples of {drawn}, in place of the cases; both environments need expecttest"
         parser.add_argument(flag, dest="of", action="store_const", const=of, help=text)
+    parser.add_argument("--sweeps", action="store_true", help="cases at many shapes, in place of those of cases.txt")
     parser.add_argument(
         "--script", metavar="FILE", nargs=argparse.REMAINDER, help="a program, and its arguments, in place of the cases"
     )
     parser.add_argument("--most", type=int, default=4, help="samples of one of these and a type (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="which samples, and their values (default: %(default)s)")
+    parser.add_argument("--types", metavar="NAME", nargs="+", help="of operators, as float64 (default: six of them)")
     parser.add_argument("--drawn", metavar="FILE", help="samples that samples.py drew before")
     parser.add_argument("--processes", type=int, default=1, help="with --save: that run side by side (default: 1)")
     parser.add_argument("--minutes", type=float, default=60, help="with --save: what is not done then is left out")
@@ -79,7 +83,10 @@ def main() -> int:
         )
     if options.against:
         return against(options.against, options.card, options.only)
-    listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
+    if options.sweeps:
+        listed = [Case(*one) for one in sweeps.drawn(options.seed)]
+    else:
+        listed = read((HERE / "cases.txt").read_text(encoding="utf-8"))
     wanted = [case for case in listed if options.only is None or any(text in case.name for text in options.only)]
     if not (wanted or options.of):
         parser.error(f"no case has {' or '.join(options.only)} in its name")
@@ -87,7 +94,13 @@ def main() -> int:
         with tempfile.NamedTemporaryFile() as drawn:
             request: dict[str, Any] = {"cases": wanted}
             if options.of:
-                asked = {"of": options.of, "only": options.only, "most": options.most, "seed": options.seed}
+                asked = {
+                    "of": options.of,
+                    "only": options.only,
+                    "most": options.most,
+                    "seed": options.seed,
+                    "types": options.types,
+                }
                 request = {"of": options.of, "samples": options.drawn or drawn.name}
                 if not options.drawn:
                     draw(asked, drawn.name)

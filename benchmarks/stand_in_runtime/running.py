@@ -184,6 +184,8 @@ def as_at_first() -> None:
     """Ends what a case turned on and did not get to turn off."""
     torch.set_grad_enabled(True)
     torch.set_autocast_enabled(False)
+    if hasattr(torch, "set_autocast_dtype"):
+        torch.set_autocast_dtype("cuda", torch.half)
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.preferred_linalg_library("default")
     # (PyTorch's tests refuse to have the flags set, even to what they are.)

@@ -1,8 +1,8 @@
 """Samples of PyTorch's own tests, made once on the host: python samples.py FILE < JSON.
 
 JSON: {"of": "operators", "modules" or "optimizers", "only": [TEXT, ...] or null, "most": so many samples of one of them and a
-type, "seed": which samples, and their values}. Both sides then run the same samples. It needs `expecttest`, as PyTorch's tests
-do, in both environments.
+type, "seed": which samples, and their values, "types": [NAME, ...] of operators or null for those below}. Both sides then run
+the same samples. It needs `expecttest`, as PyTorch's tests do, in both environments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import random
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -57,12 +57,14 @@ def main(out: str) -> None:
     asked = json.load(sys.stdin)
     warnings.simplefilter("ignore")
     groups = []
+    types = [getattr(torch, name) for name in asked.get("types") or ()] or TYPES
+    draw = {**DRAWN, "operators": partial(of_operator, types=types)}[asked["of"]]
     for name, entry in database(asked["of"]).items():
         if asked["only"] and not any(text in name for text in asked["only"]):
             continue
         torch.manual_seed(asked["seed"])
         random.seed(asked["seed"])
-        for group, dtype, found in DRAWN[asked["of"]](name, entry):
+        for group, dtype, found in draw(name, entry):
             few = found if len(found) <= asked["most"] else random.sample(found, asked["most"])
             if few:
                 groups.append((group, str(dtype).removeprefix("torch."), few))
@@ -70,8 +72,10 @@ def main(out: str) -> None:
         pickle.dump(groups, file)
 
 
-def of_operator(name: str, operator: Any) -> Iterator[tuple[str, torch.dtype, list[tuple[bytes, bool]]]]:
-    for dtype in TYPES if operator.name not in LEFT_OUT else ():
+def of_operator(
+    name: str, operator: Any, types: Sequence[torch.dtype] = TYPES
+) -> Iterator[tuple[str, torch.dtype, list[tuple[bytes, bool]]]]:
+    for dtype in types if operator.name not in LEFT_OUT else ():
         if dtype in operator.supported_dtypes("cuda"):
             gradients = dtype in operator.supported_backward_dtypes("cuda") and operator.supports_autograd
             samples = made(partial(operator.sample_inputs, "cpu", dtype, requires_grad=gradients))

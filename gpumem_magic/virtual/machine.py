@@ -23,6 +23,7 @@ import gpumem_magic.virtual.operators.layouts
 import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
+import gpumem_magic.virtual.operators.matrix_exponential
 import gpumem_magic.virtual.operators.norms
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.scattering

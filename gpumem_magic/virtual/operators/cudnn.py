@@ -74,7 +74,7 @@ def largest_tried(call: Convolution, capability: tuple[int, int], version: Versi
 
     On tensor cores there is one that copies everything. In float32 there is one by Fourier transforms, of all weights at once.
     """
-    if call.groups != 1 or not _is_as_recorded(capability, version):
+    if call.groups != 1 or not is_as_recorded(capability, version):
         return 0
     tensor_cores = tf32 if call.dtype == torch.float32 else _has_tensor_cores(call.dtype, capability)
     multiple = _CHANNELS_TOGETHER if call.dtype == torch.float32 else 2 * _CHANNELS_TOGETHER
@@ -136,7 +136,7 @@ def _transformed(call: Convolution, capability: tuple[int, int], version: Versio
     many, since tensor cores are faster then; Fourier transforms for many small images, and without TF32 for an input's gradient
     with enough points for its weights.
     """
-    recorded = call.groups == 1 and call.dtype == torch.float32 and _is_as_recorded(capability, version)
+    recorded = call.groups == 1 and call.dtype == torch.float32 and is_as_recorded(capability, version)
     if not recorded or not _is_plain(call) or (call.last and tf32):
         return None
     given, made = call.fine[1], call.coarse[1]
@@ -175,13 +175,13 @@ def _unfused_winograd(call: Convolution) -> int:
     return _UNFUSED_VALUES * (tiles * (given + made) + given * made) * call.dtype.itemsize
 
 
-def _is_as_recorded(capability: tuple[int, int], version: Version) -> bool:
+def is_as_recorded(capability: tuple[int, int], version: Version) -> bool:
     """Whether it is what was recorded on an H100."""
     return capability == (9, 0) and version >= _FIRST_THAT_ANSWERS
 
 
 def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf32: bool) -> int:
-    recorded = _is_as_recorded(capability, version)
+    recorded = is_as_recorded(capability, version)
     if call.dtype == torch.float32:
         if not _runs_in_tf32(capability, tf32):
             return _in_float32(call, capability)
@@ -211,7 +211,7 @@ def _beside_copies(call: Convolution, copies: int, capability: tuple[int, int], 
     aligned = _ALIGNMENT if copies and not _goes_by_winograd(call, capability, tf32) else 0
     on_tensor_cores = tf32 or _has_tensor_cores(call.dtype, (9, 0))
     if (
-        not _is_as_recorded(capability, version)
+        not is_as_recorded(capability, version)
         or call.way == "weight"
         or not (copies or call.last)
         or not on_tensor_cores

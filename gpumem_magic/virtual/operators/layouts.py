@@ -5,17 +5,27 @@ Found by running PyTorch's own samples, turned in several ways, on its CUDA buil
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.layouts import LAYOUTS, Lies, as_a_view, as_an_image, in_one_piece, number_by_number
+
+
+def _of_a_batch_norm(args: Any, result: torch.Tensor) -> torch.Tensor:
+    """As the input does in training, and in one piece in evaluation (``Normalization.cu`` and ``Normalization.cuh``)."""
+    training = args[7]
+    return (as_an_image(1) if training else in_one_piece)(args, result)
+
 
 _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("view _unsafe_view", (as_a_view,)),
     # `empty_like` of the input once it lies plainly (``layer_norm_kernel.cu``).
     ("native_layer_norm_backward", (in_one_piece, in_one_piece, in_one_piece)),
     ("_fused_rms_norm_backward", (in_one_piece, in_one_piece)),
-    # (``Normalization.cuh``)
-    ("native_batch_norm_backward", (as_an_image(1),)),
+    ("native_batch_norm_backward", (_of_a_batch_norm,)),
     # `set_output` without strides (``SoftMax.cpp``).
     ("_log_softmax_backward_data _softmax_backward_data", (in_one_piece,)),
     # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``, ``MultiMarginLoss.cu``,

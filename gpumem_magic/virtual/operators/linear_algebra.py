@@ -25,8 +25,6 @@ from gpumem_magic.virtual.operators.data_dependent import _placed
 
 _ADDRESS = _INDEX = 8
 _PIVOT = _CODE = 4
-# Of the highest sum of powers that an exponential is made of.
-_COEFFICIENTS = 25
 # The longest side of matrices that cuSOLVER decomposes many at once of.
 _BATCHED_JACOBI = 32
 _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
@@ -658,27 +656,3 @@ def _check(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> No
     """Whether any code says that it went wrong (``BatchLinearAlgebra.cpp``). C++ asks no meta tensor."""
     with pushed(engine.mode):
         args[0].any()
-
-
-# ---- functions of matrices
-
-
-@special(_aten.linalg_matrix_exp.default, table=BESIDE)
-def _exponential(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    """The most: by products up to the eighteenth power, of matrices that are made smaller first."""
-    size = bytes_of(out)
-    if out.shape[-1] == 1 or not size:
-        return ()
-    matrices = _batch(out.shape)
-    norms, places = matrices * out.element_size(), matrices * _INDEX
-    with engine.scratch(device, size):
-        pass
-    # Those of large norms, the exponents and powers of their scales, and themselves scaled.
-    scaled = [norms, places, size, norms, size, places, places, size]
-    with engine.scratch(device, *scaled, _COEFFICIENTS * out.dtype.to_real().itemsize, 5 * size):
-        # Of the powers the first is made of ones.
-        with engine.scratch(device, size):
-            pass
-        with engine.scratch(device, 5 * size):
-            _takes_workspace(engine, device)
-    return ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from math import prod
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators.copies import laid_out
+from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
+from gpumem_magic.virtual.operators.reductions import shared_by_statistics
 
 # Of group norms in half precision: 2.13 has the statistics in float32 first, 2.11 does not; of 2.12 it is not known.
 _WIDE_FROM = (2, 12)
@@ -131,9 +133,20 @@ def _power_of_two(number: int) -> int:
 def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``."""
     input, weight, _, mean, _, training = args[:6]
-    if not training or by_cudnn(input, weight, mean, training) or not _channels_lie_last(input):
+    if not training:
         return []
-    return _shared_by_blocks(input, 4)
+    if by_cudnn(input, weight, mean, training):
+        return _room_of_cudnn(engine, input, device, is_gradient=False)
+    if input.dim() == 5 and _is_last_alone(input):
+        return _statistics_of_a_volume(engine, input, device)
+    return _shared_by_blocks(input, 4) if _channels_lie_last(input) else []
+
+
+def _statistics_of_a_volume(engine: Engine, input: Any, device: int) -> list[int]:
+    """Volumes whose channels lie last have no kernel of their own for these (`Impl::General` in ``Normalization.cu``)."""
+    wide = accumulator(input.dtype).itemsize
+    shared = shared_by_statistics(engine, input.shape, input.stride(), (0, 2, 3, 4), wide, device)
+    return [input.numel() * wide if wide != input.element_size() else 0, *shared]
 
 
 @special(_aten.native_batch_norm_backward.default)
@@ -144,15 +157,20 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         # (PyTorch's shape rule, and the host's function, divide by the number of rows.)
         return _nothing_to_add_up(engine, args, device)
     needs_sums = training or any(wanted[1:])
-    if training and by_cudnn(input, weight, mean, training):
+    its_forward_by_cudnn = by_cudnn(input, weight, mean, training)
+    if training and its_forward_by_cudnn:
         return _batch_backward_by_cudnn(engine, func, args, kwargs, device)
-    if by_cudnn(input, weight, mean, training) or not wanted[0] or not needs_sums or not _channels_lie_last(input):
+    last = _channels_lie_last(input)
+    if not wanted[0] or (needs_sums and not last):
         return engine.run(func, args, kwargs, device)
     each = input.shape[1] * accumulator(input.dtype).itemsize
-    with engine.scratch(device, each, each):
+    # In evaluation cuDNN's forward keeps no deviation, so it is worked out again.
+    with engine.scratch(device, each if its_forward_by_cudnn else 0, *([each, each] if needs_sums else [])):
         out = engine.fake_call(func, args, kwargs)
         engine.settle(tuple(one for one in out[1:] if one is not None))
-        with engine.scratch(device, *(_shared_by_blocks(input, 2) if _channels_lie_last(gradient) else [])):
+        with engine.scratch(
+            device, *(_shared_by_blocks(input, 2) if needs_sums and _channels_lie_last(gradient) else [])
+        ):
             pass
         engine.settle(out[0])
     return out
@@ -161,11 +179,45 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
 def _batch_backward_by_cudnn(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A gradient that does not lie as the input does is laid out first (``cudnn/BatchNorm.cpp``): that of a sum, for one."""
     gradient, input = args[:2]
-    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim())
-    is_last = last is not None and not input.is_contiguous() and input.is_contiguous(memory_format=last)
-    lies = gradient.is_contiguous(memory_format=last) if is_last and last else gradient.is_contiguous()
+    last = _LAST.get(input.dim()) if _is_last_alone(input) else None
+    lies = gradient.is_contiguous() if last is None else gradient.is_contiguous(memory_format=last)
     with engine.scratch(device, 0 if lies else bytes_of(gradient)):
-        return engine.run(func, args, kwargs, device)
+        out = engine.run(func, args, kwargs, device)
+        with engine.scratch(device, *_room_of_cudnn(engine, input, device, is_gradient=True)):
+            return out
+
+
+_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _is_last_alone(input: Any) -> bool:
+    last = _LAST.get(input.dim())
+    return last is not None and not input.is_contiguous() and bool(input.is_contiguous(memory_format=last))
+
+
+# What cuDNN works in where the channels lie last: a head, and for so many channels at once a number, and for blocks of rows a sum
+# and a square (forward a number more). Rows of four channels; there are fewer where there are more channels.
+_HEADS, _BYTES_OF_A_CHANNEL, _BYTES_OF_A_NUMBER = (1072, 1056), 8, 4
+_CHANNELS_AT_ONCE = ((4, 64), (1, 16))
+_FEWEST_CHANNELS = 4
+_ROWS = {torch.float32: 64, torch.float16: 160}
+_ROWS_OF_A_GRADIENT = 96
+
+
+def _room_of_cudnn(engine: Engine, input: Any, device: int, is_gradient: bool) -> list[int]:
+    """In bytes, as an H100's cuDNN 9.19 answered for 5,600 shapes, every time. On other cards, and before, nothing is counted."""
+    known = cudnn_as_recorded(engine.memory.capability(device), engine.memory.torch_version(device))
+    if not known or input.dtype not in _ROWS or not _is_last_alone(input):
+        return []
+    channels = input.shape[1]
+    rows = _ROWS_OF_A_GRADIENT if is_gradient else _ROWS[input.dtype]
+    if channels < _FEWEST_CHANNELS:
+        together, rows = _FEWEST_CHANNELS, rows * _FEWEST_CHANNELS
+    else:
+        together = next(together for multiple, together in _CHANNELS_AT_ONCE if channels % multiple == 0)
+    blocks = ceil(input.numel() / channels / rows)
+    of_a_block = _BYTES_OF_A_CHANNEL * together + (0 if is_gradient else _BYTES_OF_A_NUMBER)
+    return [_HEADS[is_gradient] + ceil(channels / together) * (_BYTES_OF_A_NUMBER + of_a_block * blocks)]
 
 
 def _nothing_to_add_up(engine: Engine, args: Any, device: int) -> tuple[Any, ...]:

@@ -251,6 +251,22 @@ def norm_backward(gradient: Any, source: Any, p: float, norm: Any, dims: list[in
     return found
 
 
+# ---- matrix_exp
+
+
+def _matrix_exp_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    """A part of the exponential of a matrix of twice as many rows (`differential_analytic_matrix_function`)."""
+    (source,) = ctx.saved_tensors
+    size = source.shape[-1]
+    blocks = gradient.new_zeros(*source.shape[:-2], 2 * size, 2 * size)
+    for first in (slice(None, size), slice(size, None)):
+        blocks[..., first, first].copy_(source.mH)
+    blocks[..., :size, size:].copy_(gradient)
+    whole = torch.linalg.matrix_exp(blocks)
+    del blocks
+    return (whole[..., :size, size:],)
+
+
 # ---- maximum and minimum
 
 # Since when what has no share is cleared in a copy, by a mask that is found first (derivatives.yaml; 2.13.0 clears it in place).
@@ -296,6 +312,7 @@ _NODES = {
         (_aten.prod.dim_int, "ProdBackward1", (0,), True, _prod_along_backward),
         (_aten.masked_fill.Tensor, "MaskedFillBackward1", (1,), False, _masked_fill_backward),
         (_aten.renorm.default, "RenormBackward0", (0,), False, _renorm_backward),
+        (_aten.linalg_matrix_exp.default, "LinalgMatrixExpBackward0", (0,), False, _matrix_exp_backward),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
         (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
     )

@@ -250,6 +250,15 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     return Kernels(tuple(filter(None, (copied, sums))), tuple(filter(None, each)))
 
 
+def shared_by_statistics(
+    engine: Engine, shape: Sequence[int], strides: Sequence[int], dims: Collection[int], item: int, device: int
+) -> list[int]:
+    """Of one kernel for means and variances (`var_mean_out`), in bytes. item: bytes of an element."""
+    processors = engine.memory.processors(device)
+    each = _shared(shape, strides, frozenset(dims), item, _WELFORD.at_once, 4 * item, processors)
+    return [size for kernel in each for size in kernel]
+
+
 @special(*_COUNTS)
 def _counted(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Which are not zero, and their sum (`count_nonzero_cuda` in ``TensorAdvancedIndexing.cpp``)."""
