@@ -219,6 +219,34 @@ def test_a_batch_norm_over_samples_has_sums_for_the_gradient() -> None:
     assert made(lambda: norm(few))[-3:] == [64 * 1024, 1024, 1024]
 
 
+def test_cudnns_ctc_loss_makes_the_gradient_with_the_loss() -> None:
+    """What an H100 was asked for, with 2.11: of lengths that are tensors room for the longest targets that cuDNN takes."""
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.11")
+    scores = torch.zeros(50, 4, 20, device="cuda").log_softmax(2).requires_grad_()
+    targets = torch.ones(40, dtype=torch.int32)
+    lengths = torch.full((4,), 50, dtype=torch.int32), torch.full((4,), 10, dtype=torch.int32)
+    assert made(lambda: F.ctc_loss(scores, targets, *lengths, reduction="none")) == [160, 16, 16, 16000, 841808, 16]
+    # Numbers stay on the host, and so do the targets.
+    numbers = [50] * 4, [10] * 4
+    room = 4 * (2 * 50 * 21 + 50 * 20 + 23) * 4 + 4 * (40 + 8)
+    assert made(lambda: F.ctc_loss(scores, targets, *numbers, reduction="none")) == [16000, room, 16]
+    # The loss's table is not there, so the gradient is a product.
+    losses = F.ctc_loss(scores, targets, *numbers, reduction="sum")
+    assert made(lambda: losses.backward()) == [4, 16000]
+
+
+def test_the_gradient_of_a_long_ctc_loss_sums_both_tables() -> None:
+    scores = torch.zeros(400, 4, 80, device="cuda").log_softmax(2).requires_grad_()
+    targets = torch.ones(4, 40, dtype=torch.int64, device="cuda")
+    lengths = torch.full((4,), 400), torch.full((4,), 40)
+    losses = F.ctc_loss(scores, targets, *lengths, reduction="none")
+    seed = torch.ones_like(losses)
+    both, blanks = 4 * 400 * 41 * 4, 4 * 400 * 4
+    back = made(lambda: torch.autograd.grad(losses, scores, seed, retain_graph=True))
+    assert back == [32, 32, 32, 4 * 400 * 81 * 4, 400 * 4 * 80 * 4, both, blanks, blanks, blanks // 4, both, blanks]
+
+
 @pytest.mark.parametrize(
     ("dtype", "shape", "room", "of_gradient"),
     [

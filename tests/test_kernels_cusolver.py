@@ -107,3 +107,26 @@ def test_between_two_sizes_it_is_a_line_and_beyond_the_last_a_square() -> None:
     # 53,632 bytes for 64 rows and 117,632 for 100 were asked for: 65 rows are known, 82 or 83 lie half way to 100.
     assert 63104 < cusolver.gesvdj(82, 82, 4) < 117632
     assert cusolver.gesvdj(2048, 2048, 4) == 4 * cusolver.gesvdj(1024, 1024, 4)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "elements"),
+    [(300, 300, 413888), (200, 200, 237888), (300, 16, 829632), (64, 33, 826016), (9, 8, 819840), (401, 30, 853120)],
+)
+def test_singular_values_by_reflections_first(rows: int, columns: int, elements: int) -> None:
+    """As cuSOLVER answered on an H100."""
+    assert cusolver.gesvd(rows, columns, 8) == 8 * elements
+
+
+def test_singular_vectors_by_gesvd_have_numbers_and_a_square_beside() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    a = torch.zeros(200, 200, device="cuda", dtype=torch.complex64)
+    asked = made(lambda: linalg.svd(a, driver="gesvd"))
+    assert asked[3:] == [4, 320000, 1903104, 800, 320000, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "elements"), [(2, 35, 786592), (25, 79, 788480), (119, 56, 786528), (370, 630, 1136704)]
+)
+def test_by_jacobi_a_wide_matrix_is_turned(rows: int, columns: int, elements: int) -> None:
+    assert cusolver.gesvdj(rows, columns, 4) == 4 * elements

@@ -393,10 +393,35 @@ def _lengths_on_the_device(engine: Engine, batch: int, device: int) -> Iterator[
 
 @special(_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor)
 def _ctc_loss_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The gradient, and a second table like the forward pass's while it is worked out."""
-    log_probs, log_alpha = args[1], args[6]
+    """The gradient, and a second table like the forward pass's while it is worked out. Of long inputs the blanks' part is a sum
+    of both tables (`is_large` in ``LossCTC.cu``)."""
+    log_probs, losses, log_alpha = args[1], args[5], args[6]
     with _lengths_on_the_device(engine, log_alpha.shape[0], device), engine.scratch(device, bytes_of(log_alpha)):
-        return _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
+        gradient = _placed(engine, tuple(log_probs.shape), log_probs.dtype, device)
+        if log_probs.dim() < 3:
+            return gradient
+        steps, batch, symbols = log_probs.shape
+        if 2 * steps + 24 * batch // 10 + 2 * symbols // 10 <= _LONG_INPUTS:
+            return gradient
+        with pushed(engine.mode):
+            both = log_alpha[..., ::2] + log_alpha[..., ::2]
+            blanks = torch.logsumexp(both, 2, True)
+            del blanks, both
+            engine.table.drain()
+            if not (len(args) > 8 and args[8]):
+                return gradient
+            zero = gradient.new_zeros(())
+            without = losses.view(1, batch, 1) == float("inf")
+            gradient, before = torch.where(without, zero, gradient), gradient
+            del without
+            del zero
+            del before
+            engine.table.drain()
+            return gradient
+
+
+# Steps and symbols from which the gradient of CTC's loss goes the way for many.
+_LONG_INPUTS = 450
 
 
 @special(_aten._grouped_mm.default)

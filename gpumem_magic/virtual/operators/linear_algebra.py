@@ -626,11 +626,23 @@ def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         codes = _batch(args[0].shape)
         with engine.scratch(device, codes * _CODE):
             with engine.scratch(device, *_svd(args, kwargs, out)):
-                if (kwargs.get("driver") or "gesvdj") == "gesvdj":
-                    rows, columns = args[0].shape[-2:]
-                    _by_cusolver(engine, device, cusolver.gesvdj(rows, columns, args[0].element_size()))
+                _by_svd(engine, args[0], kwargs.get("driver") or "gesvdj", device)
             _look_at_codes(engine, device, codes)
     return out
+
+
+def _by_svd(engine: Engine, matrices: Any, driver: str, device: int) -> None:
+    """What a driver works in; `gesvd` has numbers that are real, and the other side's vectors of one matrix, beside it."""
+    if not cusolver.is_known(engine.memory.capability(device), engine.memory.torch_version(device)):
+        return
+    rows, columns = matrices.shape[-2:]
+    item, few = matrices.element_size(), min(rows, columns)
+    if driver == "gesvdj":
+        _by_cusolver(engine, device, cusolver.gesvdj(rows, columns, item))
+    elif driver == "gesvd":
+        room = cusolver.gesvd(max(rows, columns), few, item)
+        with engine.scratch(device, room, few * matrices.dtype.to_real().itemsize, few**2 * item):
+            pass
 
 
 def _svd(args: Any, kwargs: Any, out: Any) -> list[int]:

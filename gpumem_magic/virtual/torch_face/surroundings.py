@@ -22,8 +22,8 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.uninterrupted import usual
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import is_ours
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
-from gpumem_magic.virtual.operators import checks
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import checks, ctc
 from gpumem_magic.virtual.operators.convolutions import layout_of
 
 # NumPy's words: ``numpy/_core/src/umath/extobj.c`` and ``numpy/_core/_methods.py``, the same from 1.26 to 2.4.
@@ -232,12 +232,14 @@ def _ctc_loss(patches: Patches) -> None:
         log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if isinstance(log_probs, VirtualTensor):
-            blank, reduction = (*args, kwargs.get("blank", 0))[0], (*args[1:], kwargs.get("reduction", 1))[0]
-            if reduction == 1 and blank == 0 and _leaves_lengths(log_probs, targets, input_lengths, target_lengths):
-                raise RuntimeError(
-                    "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"{log_probs.device} and cpu!"
-                )
+            names = ("blank", "reduction", "zero_infinity")
+            blank, reduction, zero = (
+                args[place] if len(args) > place else kwargs.get(name, usual)
+                for place, (name, usual) in enumerate(zip(names, (0, 1, False), strict=True))
+            )
+            if ctc.is_cudnns(log_probs, targets, input_lengths, target_lengths, blank):
+                deterministic = torch.backends.cudnn.deterministic
+                return ctc.loss(log_probs, targets, input_lengths, target_lengths, reduction, deterministic, zero)
             input_lengths, target_lengths = (
                 lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
                 for lengths in (input_lengths, target_lengths)
@@ -245,27 +247,6 @@ def _ctc_loss(patches: Patches) -> None:
         return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
 
     patches.set(torch, "ctc_loss", ctc_loss)
-
-
-# Since when cuDNN's losses are divided by the lengths where these are. (An H100 says so of 2.11; before, it is not known.)
-_LENGTHS_STAY_FROM = (2, 11)
-
-
-def _leaves_lengths(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any) -> bool:
-    """Whether cuDNN's loss is taken with the lengths' tensors as they are, and those of the targets are on the host
-    (`_use_cudnn_ctc_loss_tensor` in ``cudnn/LossCTC.cpp``, `get_clamped_target_length` in ``LossCTC.cpp``)."""
-    lengths = (input_lengths, target_lengths)
-    if any(not isinstance(one, torch.Tensor) or one.dtype != torch.int32 for one in (targets, *lengths)):
-        return False
-    engine: Any = engine_of(log_probs)
-    return bool(
-        torch.backends.cudnn.enabled
-        and target_lengths.device.type == "cpu"
-        and engine.memory.torch_version(log_probs.device.index) >= _LENGTHS_STAY_FROM
-        and (log_probs.dim(), log_probs.dtype, targets.dim()) == (3, torch.float32, 1)
-        and targets.is_contiguous()
-        and all(of < 256 and of <= at for at, of in zip(*(one.tolist() for one in lengths), strict=False))
-    )
 
 
 def _devices_of_modules(patches: Patches) -> None:
