@@ -375,8 +375,8 @@ def test_sweeps_draw_the_same_cases_for_a_seed_and_others_for_another(tool: dict
 def test_a_virtual_h100_is_asked_for_what_a_real_one_was(
     tool: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """626 cases, kept by --save on an H100: every third of those that agreed when they were, every fourth of attention's, and 162 of
-    its sweeps, of each kind one."""
+    """626 cases, kept by --save on an H100: every third of those that agreed when they were, every fourth of attention's, and
+    162 of sweeps, of each kind one."""
     assert tool["against"](str(DATA / "operators-nvidia-h100-80gb-hbm3.jsonl.xz"), None, None) == 0
     said = capsys.readouterr().out
     assert said.endswith("\n626 of 626 cases alike (allocations), 626 alike with their frees.\n"), said

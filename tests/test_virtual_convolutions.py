@@ -178,6 +178,34 @@ def test_kernels_of_one_point_that_are_no_plain_product() -> None:
 
 
 @pytest.mark.parametrize(
+    ("way", "dtype", "channels", "points", "last", "copies"),
+    [
+        ("forward", torch.float16, 4, 9, False, "both sides and weight"),
+        ("input", torch.bfloat16, 16, 1, False, "both sides"),
+        ("weight", torch.float16, 64, 9, False, "both sides and weight"),
+        ("weight", torch.float16, 32, 9, False, "nothing"),
+        ("forward", torch.float16, 2, 9, False, "nothing"),
+        ("forward", torch.float16, 1, 9, False, "nothing"),
+        ("forward", torch.float16, 16, 9, True, "both sides"),
+        ("forward", torch.float32, 8, 9, False, "both sides and weight"),
+        ("input", torch.float32, 8, 9, False, "nothing"),
+    ],
+)
+def test_an_h100_copies_groups_of_enough_channels(
+    way: str, dtype: torch.dtype, channels: int, points: int, last: bool, copies: str
+) -> None:
+    kernel = (3, 3) if points == 9 else (1, 1)
+    weight = (8 * channels, channels, *kernel)
+    sides = (2, 8 * channels, 28, 28)
+    layer = {"fine": sides, "weight": weight, "coarse": sides, "padding": (points // 9,) * 2}
+    call = convolution(way=way, dtype=dtype, last=last, groups=8, **layer)
+    both = 2 * 2 * 8 * channels * 28 * 28
+    numbers = {"nothing": 0, "both sides": both, "both sides and weight": both + 8 * channels**2 * points}[copies]
+    assert estimate(call, (9, 0), (2, 11)) == (numbers * dtype.itemsize + 16 if numbers else 0)
+    assert estimate(call, (8, 0), (2, 11)) == 0
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"weight": (24, 16, 1, 1)},
