@@ -59,6 +59,8 @@ for step in range(2):
     optimizer.step()
 """
 
+LAYERS = "[torch.nn.Linear(1024, 1024).cuda() for _ in range(3)]"
+
 # Code, and then (place, MiB) that must be among the names.
 NAMES = [
     ("x = mib(8)", "x", 8),
@@ -115,6 +117,14 @@ NAMES = [
     # A view, and what `state_dict()` gives, are not the first on their memory.
     ("whole = mib(8)\na = whole[:4]", "whole", 8),
     ("nets = [torch.nn.Linear(1024, 1024).cuda()]\na = nets[0].state_dict()", "nets[0].weight", 4),
+    # What a loop over a model's blocks left in its variable is the model's; what has a name for each is called by it.
+    (f"net = torch.nn.ModuleList({LAYERS})\nfor b in net:\n    b.requires_grad_()", "net.2.weight", 4),
+    (f"net = torch.nn.Sequential(*{LAYERS})\na, b, c = net", "b.weight", 4),
+    (
+        "body, head = torch.nn.Linear(1024, 1024).cuda(), torch.nn.ReLU()\nnet = torch.nn.Sequential(body, head)",
+        "body.weight",
+        4,
+    ),
 ]
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import heapq
 import types
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import (
@@ -39,6 +42,8 @@ _STATE = 20
 _SECOND = 50
 # An object is rather reached by its own name than by that of one of its methods.
 _METHOD = 20
+# One of several alike is rather the model's than the variable's of a loop that went over them.
+_TURN = 60
 _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
@@ -276,6 +281,34 @@ def _seconds(walk: Traversal) -> set[int]:
     return found
 
 
+def _of_loops(walk: Traversal, roots: Iterable[int], children: Mapping[int, Sequence[int]]) -> set[tuple[int, int]]:
+    """(root, module) of variables that hold one module of a row of its kind, where no other of the row has a variable."""
+    holding = {
+        module: root
+        for root in roots
+        if walk.objects[root].kind == "variable"
+        for module in children[root]
+        if tensors.is_module(walk.objects[module])
+    }
+    found = set()
+    for thing in map(walk.objects.__getitem__, children) if holding else ():
+        row = _row_in(thing)
+        kinds = Counter(map(type, row))
+        named = {one for one in map(walk.number_of, row) if one in holding}
+        alone = Counter(type(walk.objects[one]) for one in named)
+        found |= {(holding[one], one) for one in named if kinds[kind := type(walk.objects[one])] > alone[kind] == 1}
+    return found
+
+
+def _row_in(thing: Any) -> list[Any]:
+    """The modules of a list of them."""
+    if is_a(thing, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
+        row: Iterable[Any] = [one for _, one in tensors.table(thing, tensors.MODULES)]
+    else:
+        row = members(thing) if is_a(thing, (list, tuple)) else ()
+    return [one for one in row if tensors.is_module(one)]
+
+
 def _best_paths(
     walk: Traversal, roots: Sequence[int], children: Mapping[int, Sequence[int]]
 ) -> tuple[dict[int, int], dict[int, int]]:
@@ -290,6 +323,7 @@ def _best_paths(
     heapq.heapify(todo)
     states = _states_of_optimizers(walk, children)
     second = _seconds(walk)
+    turns = _of_loops(walk, roots, children)
     while todo:
         cost, number, holder = heapq.heappop(todo)
         if number in parent:
@@ -302,5 +336,6 @@ def _best_paths(
         more += _SECOND if number in second else 0
         for child in children.get(number, ()):
             if child not in parent:
-                heapq.heappush(todo, (cost + more + _COSTS.get(walk.kinds.get((number, child), ""), 1), child, number))
+                step = _COSTS.get(walk.kinds.get((number, child), ""), 1) + (_TURN if (number, child) in turns else 0)
+                heapq.heappush(todo, (cost + more + step, child, number))
     return parent, top
