@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -411,6 +413,23 @@ def test_the_variables_of_the_cell() -> None:
     count_before = len(seen.witness.sightings)
     seen.witness.statement_ended()
     assert len(seen.witness.sightings) == count_before  # nothing moved, so nothing new is to be said
+
+
+def test_what_state_dict_gave_is_weights() -> None:
+    model = nn.BatchNorm1d(2)
+    best = copy.deepcopy(model.state_dict())
+    batch = OrderedDict(weight=torch.ones(4))
+    seen = Seen({"model": model, "best": best, "kept": {"epoch": best}, "batch": batch})
+    for tensor in (*best.values(), batch["weight"]):
+        seen.machine.put(tensor)
+    seen.witness.statement_ended()
+    found = {(role, name) for role, name in looks(seen) if role != "named"}
+    of_weights = {("parameter", "weight"), ("parameter", "bias"), ("buffer", "running_mean"), ("buffer", "running_var")}
+    of_weights.add(("buffer", "num_batches_tracked"))
+    assert found == {(role, f"{place}['{key}']") for role, key in of_weights for place in ("best", "kept['epoch']")}
+    count_before = len(seen.witness.sightings)
+    seen.witness.statement_ended()
+    assert len(seen.witness.sightings) == count_before
 
 
 def test_a_long_history_costs_no_more_than_the_limit() -> None:

@@ -346,8 +346,10 @@ def test_memory_belongs_to_the_stream_that_took_it() -> None:
 
 def test_events_measure_the_hosts_time() -> None:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with pytest.raises(RuntimeError, match="must be recorded"):
+    with pytest.raises(ValueError, match="must be recorded"):
         start.elapsed_time(end)
+    with pytest.raises(ValueError, match="enable_timing=True"):
+        torch.cuda.Event().elapsed_time(end)
     start.record()
     end.record()
     end.synchronize()

@@ -59,6 +59,7 @@ class Witness:
         self._where: dict[int, tuple[int, int] | None] = {}
         self._states: dict[int, tuple[int, int]] = {}
         self._parameter_names: dict[int, str] = {}
+        self._buffer_names: set[str] = set()
         self._last_look: dict[str, tuple[int, int, int]] = {}
         self._last_gradients: set[tuple[int, str]] = set()
         # Positions of the look under way. A look allocates nothing, and a real device takes its time to answer.
@@ -73,6 +74,7 @@ class Witness:
             self._where,
             self._states,
             self._parameter_names,
+            self._buffer_names,
             self._in_statement,
         ):
             table.clear()
@@ -129,6 +131,7 @@ class Witness:
         when it can be seen."""
         self._now.clear()
         with no_functions(), no_dispatch():
+            others = []
             for name in self._names if statement is None else self._mentioned_in(statement):
                 value = objects.entry(self._namespace, name)
                 if tensors.is_module(value):
@@ -136,7 +139,10 @@ class Witness:
                 elif tensors.is_optimizer(value):
                     self._knows(value)
                 else:
-                    self._see_variable(name, value, ROW_LIMIT)
+                    others.append((name, value))
+            # (A module's names tell what a copy of its weights holds.)
+            for name, value in others:
+                self._see_variable(name, value, ROW_LIMIT)
 
     def cell_ended(self, namespace: Mapping[str, Any] | None, error: BaseException | None = None) -> None:
         """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
@@ -204,6 +210,7 @@ class Witness:
             self.has_wide_weights = self.has_wide_weights or tensors.dtype_name(parameter) == "float32"
             self._see(parameter, "parameter", name)
         for name, buffer in tensors.tensors_of(module, tensors.BUFFERS):
+            self._buffer_names.add(name)
             self._see(buffer, "kv_cache" if caches.is_named(name) else "buffer", name)
         for name, tensor in caches.in_module(module, END_LIMIT):
             self._see(tensor, "kv_cache", name)
@@ -284,6 +291,12 @@ class Witness:
                 if self._last_look.get(place) != look:
                     self._last_look[place] = look
                     self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
+        for place, key, tensor in _in_state_dicts(value, name, limit, _DEPTH):
+            for device, address in self._places(tensor):
+                look, known_as = (device, address, self._at(device)), f"{place} of weights"
+                if self._last_look.get(known_as) != look:
+                    self._last_look[known_as] = look
+                    self._add(look, "buffer" if key in self._buffer_names else "parameter", place)
         self._see_caches(value, name)
 
     def _see_variables_of(self, frame: FrameType) -> None:
@@ -382,6 +395,19 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
     for key, item in islice(pairs, limit):
         place = objects.shown(key)[:40] if objects.is_a(key, (str, int)) else objects.name_of_class(type(key))
         yield from _tensors_in(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1)
+
+
+def _in_state_dicts(value: Any, name: str, limit: int, depth: int) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(place, key, tensor) of what `state_dict()` gave, or a copy of that: weights, though no module's."""
+    if not objects.is_a(value, dict) or depth == 0:
+        return
+    is_one = objects.attribute(value, "_metadata") is not None
+    for key, item in islice(dict.items(value), limit):
+        place = f"{name}[{objects.shown(key)[:40]}]" if objects.is_a(key, str) else ""
+        if is_one and place and tensors.is_tensor(item):
+            yield place, str(key), item
+        elif place:
+            yield from _in_state_dicts(item, place, limit, depth - 1)
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

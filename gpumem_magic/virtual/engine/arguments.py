@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.mismatch import scalar_name
+from gpumem_magic.virtual.engine.mismatch import refuse_other_types, scalar_name
 
 ARGUMENT_CHECKS: dict[Any, Callable[..., None]] = {}
 """By operator, what is called with its arguments, and raises PyTorch's error."""
@@ -69,6 +69,12 @@ def _complex(first: Any, second: Any) -> None:
         raise RuntimeError(
             f"Expected object of scalar type {names[0]} but got scalar type {names[1]} for second argument"
         )
+
+
+@_of("mse_loss_backward huber_loss_backward")
+def _gradient_of_loss(gradient: Any, tensor: Any, target: Any, *_: Any) -> None:
+    """``BinaryOps.cpp`` and ``PointwiseOps.cpp``."""
+    refuse_other_types(tensor, target)
 
 
 @_of("bucketize.Tensor")

@@ -64,6 +64,7 @@ from gpumem_magic.virtual.engine.calls import (
 )
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
+from gpumem_magic.virtual.engine.host_checks import refused_by_host
 from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -85,6 +86,7 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     unseen,
 )
+from gpumem_magic.virtual.engine.overlaps import may_not_meet, refuse_overlaps
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, plainly
@@ -146,6 +148,7 @@ class Met(NamedTuple):
     arguments that look alike, unless `plain` says no.
     body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
     may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
+    stays_apart: see `may_not_meet`.
     """
 
     func: Any
@@ -161,6 +164,7 @@ class Met(NamedTuple):
     takes_after: bool
     asks: bool
     writes: bool
+    stays_apart: bool
 
 
 @functools.cache
@@ -431,6 +435,8 @@ class Engine:
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
         if met.writes and type(args[0]) is VirtualTensor:
+            if met.stays_apart and len(args) > 1:
+                refuse_overlaps(args[0], args[1:])
             views_anew.note(args[0])
         found = self.again(met, func, args, kwargs, device, answer) if met.again else None
         if found is not None:
@@ -476,6 +482,7 @@ class Engine:
             self.memory.takes_after(func),
             plain is not None and func not in PLAIN_BY_LOOKS,
             not allocates and writes_first(func),
+            may_not_meet(func),
         )
         return met
 
@@ -589,6 +596,7 @@ class Engine:
         if looks is None and self.alike.zeros:
             # (It takes known zeros for other tensors that look so.)
             self.fake.cache_enabled = False
+        refusal: Exception | None = None
         STATE.depth += 1
         try:
             with plainly(args, tuple(kwargs.values())):
@@ -598,8 +606,12 @@ class Engine:
                     out = as_kernels_lay(func, args, out, self.alike.around)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
-                    self.alike.learn(looks, func, args, kwargs, out)
-            return out
+                    # (Where the host computes, it says so itself.)
+                    refusal = None if self.computes else refused_by_host(func, args, kwargs, out)
+                    if refusal is None:
+                        self.alike.learn(looks, func, args, kwargs, out)
+            if refusal is None:
+                return out
         except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
             raise cannot_run(func, type(error).__name__) from None
         except Exception as error:
@@ -617,6 +629,7 @@ class Engine:
         finally:
             STATE.depth -= 1
             self.fake.cache_enabled = remembers
+        raise refusal
 
     def _as_meta(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What an operator gives on the meta device, for tensors that look so."""

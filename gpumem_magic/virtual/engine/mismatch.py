@@ -39,6 +39,8 @@ _STRUCTURED = {
 # (``device_check`` in native_functions.yaml; seen on an H100 with 2.11).
 _BY_ELEMENTS = set(overloads("mse_loss smooth_l1_loss huber_loss binary_cross_entropy"))
 _BY_WRAPPER = set(overloads("clamp.Tensor clamp_.Tensor"))
+# Where a host tensor without dimensions is no number either (``allow_cpu_scalars`` of ``TensorIterator``; seen there, too).
+_WITHOUT_NUMBERS = {*_BY_WRAPPER, *overloads("addcdiv addcdiv_ addcmul addcmul_")}
 _INDEX_PUTS = set(overloads("index_put index_put_ _index_put_impl_"))
 _FILLS = set(overloads("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"))
 
@@ -68,9 +70,15 @@ def refuse_mixed_devices(func: Any, args: Any, kwargs: Any, *, sure: bool = Fals
         _refuse_two([("self", args[0]), ("values", args[2])])
     host_names = _ON_HOST.get(func._schema.name.removeprefix("aten::"), ())
     named = [(name, tensor) for name, tensor in _named_tensors(func, args, kwargs) if name not in host_names]
+    if func in _FILLS and named[0][1].device.type == "cpu" and sure is False:
+        raise RuntimeError("masked_fill_: Expected inputs to be on same device")
     if any(tensor.device.type == "cuda" for _, tensor in named):
         # (Of these the first says which device it should be.)
-        counting = [(name, tensor.device) for name, tensor in named if tensor.dim() or tensor.device.type != "cpu"]
+        counting = [
+            (name, tensor.device)
+            for name, tensor in named
+            if tensor.dim() or tensor.device.type != "cpu" or func in _WITHOUT_NUMBERS
+        ]
         for name, device in counting:
             if device != counting[0][1]:
                 _refuse(func, name, device, counting[0][1])
@@ -113,6 +121,8 @@ _OF_FLOATS = {
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # What rows of a table are found by. (PyTorch's shape rule looks at that after 2.9.)
 _ROW_NUMBERS = {torch.int64, torch.int32}
+# What looks up a class for each row, or each pixel (``cuda/Loss.cu``, ``cuda/NLLLoss2d.cu``).
+_CLASSES = set(overloads("nll_loss_forward nll_loss2d_forward"))
 # What PyTorch has for the host alone, of what programs call.
 _NOT_ON_CUDA = {
     *overloads("histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts"),
@@ -123,7 +133,9 @@ _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 
 # What CUDA's kernels are called that take neither half precision nor integers, where a shape rule takes any: by operator, a
 # function of its arguments.
-IN_FULL_PRECISION: dict[Any, Callable[..., str]] = {}
+IN_FULL_PRECISION: dict[Any, Callable[..., str]] = {
+    _aten._cdist_forward.default: lambda *_: "cdist_cuda",
+}
 _HALVES = {torch.float16, torch.bfloat16, torch.complex32}
 
 
@@ -158,6 +170,33 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; but got "
             f"{_type_name(args[1])} instead (while checking arguments for embedding)"
         )
+    if func is _aten.native_layer_norm.default:
+        # (`layer_norm_cuda` in ``layer_norm_kernel.cu`` asks for the weights as numbers of the input's type.)
+        for weight in args[2:4]:
+            if weight is not None and weight.dtype != args[0].dtype:
+                names = scalar_name(args[0].dtype), scalar_name(weight.dtype)
+                raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
+    if func is _aten.native_group_norm.default:
+        # (``group_norm.cpp``, and then the kernel asks as above.)
+        for weight in args[1:3]:
+            if weight is not None and weight.dtype != args[0].dtype:
+                names = scalar_name(args[0].dtype), scalar_name(weight.dtype)
+                if weight.dtype != torch.float32:
+                    raise RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
+                raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
+    if func in _CLASSES and args[1].dtype not in (torch.int64, torch.uint8):
+        name = scalar_name(args[1].dtype)
+        if func is _aten.nll_loss2d_forward.default:
+            raise RuntimeError(f"expected scalar type Long but found {name}")
+        raise NotImplementedError(f"\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for '{name}'")
+    if func is _aten.index_select.default:
+        # (`index_select_out_cuda_impl` in ``cuda/Indexing.cu``.)
+        if args[2].dim() > 1:
+            raise RuntimeError("Index is supposed to be an empty tensor or a vector")
+        if args[2].dtype not in _ROW_NUMBERS:
+            raise NotImplementedError(
+                f"\"index_select_out_cuda_impl\" not implemented for '{scalar_name(args[2].dtype)}'"
+            )
     if func in _MASKED and args[1].dtype != torch.bool:
         raise RuntimeError(_MASKED[func].format(scalar_name(args[1].dtype)))
     first = _PRODUCTS.get(func)
@@ -170,12 +209,17 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             if func is _aten.mm.default:
                 # (The check of the kernel itself, in ``cuda/Blas.cpp``; `addmm` has one for all devices.)
                 raise RuntimeError(
-                    f"expected mat1 and mat2 to have the same dtype, but got: {_type_of_c(left.dtype)} != "
-                    f"{_type_of_c(right.dtype)}"
+                    f"expected mat1 and mat2 to have the same dtype, but got: {type_of_c(left.dtype)} != "
+                    f"{type_of_c(right.dtype)}"
                 )
             raise RuntimeError(f"mat1 and mat2 must have the same dtype, but got {names[0]} and {names[1]}")
     elif func in _CONVOLUTIONS and args[0].dtype != args[1].dtype:
         _refuse_weight(*args[:2])
+    if func in _CONVOLUTIONS and not (args[0].is_floating_point() or args[0].is_complex()) and args[0].numel():
+        # (``cudnn/Types.cpp`` has names for three types of integers, and the library no engine for these.)
+        if args[0].dtype in (torch.uint8, torch.int8, torch.int32):
+            raise RuntimeError("GET was unable to find an engine to execute this computation")
+        raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {scalar_name(args[0].dtype)}")
     kernel = _OF_FLOATS.get(func)
     if (
         kernel is not None
@@ -183,6 +227,13 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         and all(arg.numel() for arg in args[:2] if isinstance(arg, torch.Tensor))
     ):
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_name(args[0].dtype)}'")
+
+
+def refuse_other_types(first: Any, *others: Any) -> None:
+    """Where ``TensorIterator`` does not promote."""
+    for one in others:
+        if one.dtype != first.dtype:
+            raise RuntimeError(f"Found dtype {scalar_name(one.dtype)} but expected {scalar_name(first.dtype)}")
 
 
 def check_generator(generator: Any, kind: str) -> None:
@@ -295,7 +346,7 @@ _NAMES_OF_C = {
 }  # fmt: skip
 
 
-def _type_of_c(dtype: torch.dtype) -> str:
+def type_of_c(dtype: torch.dtype) -> str:
     return _NAMES_OF_C.get(dtype) or f"c10::{scalar_name(dtype)}"
 
 

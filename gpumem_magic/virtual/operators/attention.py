@@ -29,6 +29,7 @@ from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.mismatch import type_of_c
 from gpumem_magic.virtual.engine.modes import ThreadFlag
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
@@ -185,6 +186,7 @@ class Attention:
                 "Expected query, key, and value to have the same device type, but got query.device: "
                 f"{query.device} key.device: {key.device} and value.device: {value.device} instead."
             )
+        _check_types(query, key, value, attn_mask)
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)
@@ -264,6 +266,21 @@ def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.T
     if extra:
         mask = F.pad(mask, (0, extra))[..., : mask.shape[-1]]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+
+
+def _check_types(query: Any, key: Any, value: Any, mask: Any) -> None:
+    """As `validate_sdpa_input` in ``transformers/attention.cpp`` does."""
+    if not query.dtype == key.dtype == value.dtype:
+        names = [type_of_c(one.dtype) for one in (query, key, value)]
+        raise RuntimeError(
+            "Expected query, key, and value to have the same dtype, but got query.dtype: {} key.dtype: {} and value.dtype: {} "
+            "instead.".format(*names)
+        )
+    if mask is not None and mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got attn_mask.dtype: "
+            f"{type_of_c(mask.dtype)} and  query.dtype: {type_of_c(query.dtype)} instead."
+        )
 
 
 @special(_aten.scaled_dot_product_attention.default)

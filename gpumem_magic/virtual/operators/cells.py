@@ -117,15 +117,32 @@ def is_on_a_device(input: Any) -> bool:
     return isinstance(input, VirtualTensor) and not torch._C._are_functorch_transforms_active()
 
 
+def _check_cell(input: Any, states: Sequence[Any], by_input: Any, by_state: Any) -> None:
+    """`check_rnn_cell_forward_input` and `check_rnn_cell_forward_hidden` in ``RNN.cpp``."""
+    if input.shape[1] != by_input.shape[1]:
+        raise RuntimeError(f"input has inconsistent input_size: got {input.shape[1]} expected {by_input.shape[1]}")
+    for number, state in enumerate(states):
+        if input.shape[0] != state.shape[0]:
+            raise RuntimeError(
+                f"Input batch size {input.shape[0]} doesn't match hidden{number} batch size {state.shape[0]}"
+            )
+        if state.shape[1] != by_state.shape[1]:
+            raise RuntimeError(
+                f"hidden{number} has inconsistent hidden_size: got {state.shape[1]}, expected {by_state.shape[1]}"
+            )
+
+
 def _lstm_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     if not is_on_a_device(input):
         return _aten.lstm_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+    _check_cell(input, hx, w_ih, w_hh)
     return _lstm_step(input, tuple(hx), (w_ih, w_hh, b_ih, b_hh, None))
 
 
 def _gru_cell(input: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
     if not is_on_a_device(input):
         return _aten.gru_cell.default.decompose(input, hx, w_ih, w_hh, b_ih, b_hh)
+    _check_cell(input, [hx], w_ih, w_hh)
     return _gru_step(input, hx, (w_ih, w_hh, b_ih, b_hh, None))
 
 

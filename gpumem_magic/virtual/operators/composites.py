@@ -304,6 +304,8 @@ def _around_zeros(
 
 def one_hot(self: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     """Ones written into zeros (``Onehot.cpp``); elsewhere every class is compared with every number."""
+    if self.dtype != torch.int64:
+        raise RuntimeError("one_hot is only applicable to index tensor of type LongTensor.")
     if not self.numel() and num_classes <= 0:
         raise RuntimeError("Can not infer total number of classes from empty tensor.")
     if num_classes == -1:

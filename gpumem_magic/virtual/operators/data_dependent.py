@@ -5,6 +5,7 @@ from __future__ import annotations
 import cmath
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -349,8 +350,23 @@ def _pack_padded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
             f"'lengths' argument should be a 1D CPU int64 tensor, but got 1D {lengths.device} Long tensor"
         )
     steps = padded.transpose(0, 1) if batch_first else padded
+    of_each = lengths.tolist()
+    if len(of_each) != steps.shape[1]:
+        raise RuntimeError(
+            f"Expected `len(lengths)` to be equal to batch_size, but got {len(of_each)} (batch_size={steps.shape[1]})"
+        )
+    if min(of_each) <= 0:
+        raise RuntimeError(
+            "Length of all samples has to be greater than 0, but found an element in 'lengths' that is <= 0"
+        )
+    if any(shorter > longer for longer, shorter in pairwise(of_each)):
+        raise RuntimeError(
+            "`lengths` array must be sorted in decreasing order when `enforce_sorted` is True. You can pass "
+            "`enforce_sorted=False` to pack_padded_sequence and/or pack_sequence to sidestep this requirement if you do not "
+            "need ONNX exportability."
+        )
     pieces, sizes, begin = [], [], 0
-    for so_many, end in zip(range(lengths.numel(), 0, -1), reversed(lengths.tolist()), strict=True):
+    for so_many, end in zip(range(lengths.numel(), 0, -1), reversed(of_each), strict=True):
         if end > begin:
             pieces.append(steps[begin:end, :so_many].contiguous().flatten(0, 1))
             sizes += [so_many] * (end - begin)

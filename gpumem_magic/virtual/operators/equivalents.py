@@ -424,6 +424,8 @@ def _recurrent(
 @equivalent(_aten._cudnn_rnn_backward.default, takes=20)
 def _recurrent_backward(kept: Any, input: Any, weights: Any, *args: Any) -> Any:
     of_results, wanted = args[5:8], args[-1]
+    if kept is None:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
     leaves, results = kept
     asked = [(one, of) for one, of in zip(results, of_results, strict=False) if of is not None]
     inputs = [one for one in leaves if one is not None]

@@ -87,10 +87,11 @@ def _means_meta(device: Any) -> bool:
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and not is_ours(device))
 
 
-def _check_generator_of_host(args: Any, generator: Any) -> None:
+def _check_generator(args: Any, generator: Any) -> None:
     """For a factory that is given no device, and no tensor to make another like it."""
-    if torch.get_default_device().type == "cpu" and not any(isinstance(arg, torch.Tensor) for arg in args):
-        check_generator(generator, "cpu")
+    kind = torch.get_default_device().type
+    if kind in ("cpu", "cuda") and not any(isinstance(arg, torch.Tensor) for arg in args):
+        check_generator(generator, kind)
 
 
 def _wraps_others(arg: Any) -> bool:
@@ -284,7 +285,7 @@ class Factories:
             try:
                 if "device" not in kwargs and "pin_memory" not in kwargs:
                     if "generator" in kwargs:
-                        _check_generator_of_host(args, kwargs["generator"])
+                        _check_generator(args, kwargs["generator"])
                     return original(*args, **kwargs)
                 return make_there(args, kwargs)
             except TypeError:

@@ -18,7 +18,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.engine.mismatch import in_full_precision, refuse_half_precision
+from gpumem_magic.virtual.engine.mismatch import in_full_precision, refuse_half_precision, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusolver
 from gpumem_magic.virtual.operators.data_dependent import _placed
@@ -480,10 +480,35 @@ def _multiply(engine: Engine, device: int, rows: int, reflections: int, others: 
     _by_cusolver(engine, device, *[size] * _batch(others.shape))
 
 
+def _check_least_squares(matrices: Any, right: Any, driver: str | None) -> None:
+    """As `linalg_lstsq_out` in ``BatchLinearAlgebra.cpp`` does."""
+    if matrices.dim() < 2:
+        raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
+    if right.dim() < 1:
+        raise RuntimeError("torch.linalg.lstsq: other must have at least 1 dimension.")
+    if matrices.dtype != right.dtype:
+        names = (scalar_name(one.dtype) for one in (right, matrices))
+        raise RuntimeError(
+            "torch.linalg.lstsq: Expected input and other to have the same dtype, but got input's dtype {1} and other's dtype "
+            "{0}".format(*names)
+        )
+    if matrices.dim() < right.dim() or matrices.dim() - right.dim() > 1:
+        raise RuntimeError(
+            "torch.linalg.lstsq: input.dim() must be greater or equal to other.dim() and (input.dim() - other.dim()) <= 1"
+        )
+    vector = right.dim() == 1 or (matrices.dim() - 1 == right.dim() and right.shape == matrices.shape[:-1])
+    if matrices.shape[-2] != right.shape[-1 if vector else -2]:
+        place = -1 if vector else -2
+        raise RuntimeError(f"torch.linalg.lstsq: input.size(-2) should match other.size({place})")
+    if driver not in (None, "gels"):
+        raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
+
+
 @special(_aten.linalg_lstsq.default)
 def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """CUDA's only driver takes matrices of full rank for granted: there is neither rank nor singular values."""
     matrices, right = args[:2]
+    _check_least_squares(matrices, right, kwargs.get("driver", args[3] if len(args) > 3 else None))
     rows, columns = matrices.shape[-2:]
     vector = right.dim() == 1 or (matrices.dim() - 1 == right.dim() and right.shape == matrices.shape[:-1])
     width = () if vector else (right.shape[-1],)

@@ -15,7 +15,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, refuse_other_types
 
 _NONE, _MEAN = 0, 1
 
@@ -56,6 +56,8 @@ def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     if reduction == _NONE:
         return engine.run(func, args, kwargs, device)
     refuse_mixed_devices(func, args, kwargs)
+    if func is _aten.binary_cross_entropy.default:
+        refuse_other_types(args[0], args[1])
     return way(engine, args, reduction, device)
 
 

@@ -13,6 +13,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
@@ -45,8 +46,18 @@ def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
 def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """In evaluation cuDNN returns a mean and a deviation of no elements (``cudnn/BatchNorm.cpp``). Recorded with 2.5."""
     input, weight, _, mean, _, training = args[:6]
-    if training or not by_cudnn(input, weight, mean, training):
+    cudnn = by_cudnn(input, weight, mean, training)
+    expected = torch.float32 if input.dtype == torch.float16 else input.dtype
+    if cudnn and weight.device == input.device and weight.dtype != expected:
+        names = scalar_name(input.dtype), scalar_name(weight.dtype)
+        raise RuntimeError(
+            f"Expected tensor for argument #1 'input' to have the same type as tensor for argument #2 'weight'; but type "
+            f"torch.cuda.{names[0]}Tensor does not equal torch.cuda.{names[1]}Tensor (while checking arguments for "
+            "cudnn_batch_norm)"
+        )
+    if training or not cudnn:
         return engine.run(func, args, kwargs, device)
+    refuse_mixed_devices(func, args, kwargs)
     out = torch.empty_like(input)
     return out, *(torch.empty(0, dtype=weight.dtype, device=out.device) for _ in range(2))
 

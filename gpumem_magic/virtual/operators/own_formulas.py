@@ -25,6 +25,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.modes import made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.composites import version_of
 from gpumem_magic.virtual.operators.data_dependent import found_among
@@ -167,7 +168,8 @@ def _zeros_of(source: Any) -> Any:
     zeros = source == 0
     if values.exact(source) is not None:
         return zeros.nonzero()
-    return found_among(cast(Engine, engine_of(zeros)), zeros.get_device(), zeros, 0)
+    # (Backward runs it outside of an operator.)
+    return made_plainly(found_among, cast(Engine, engine_of(zeros)), zeros.get_device(), zeros, 0)
 
 
 # ---- masked_fill, by a tensor

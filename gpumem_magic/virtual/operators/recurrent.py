@@ -358,6 +358,12 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return output, hy, cy, reserve, buffer
 
 
+def refuse_in_evaluation(train: bool) -> None:
+    """`_cudnn_rnn_backward_input` in ``cudnn/RNN.cpp``: what the gradient needs is kept in training alone."""
+    if not train:
+        raise RuntimeError("cudnn RNN backward can only be called in training mode")
+
+
 @special(_aten._cudnn_rnn_backward.default)
 def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradients of input and states, then those of the weights: each lays out the input for itself."""
@@ -365,6 +371,7 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
      two, batches, _, _, wanted) = args  # fmt: skip
     if of_output is None and of_hy is None and of_cy is None:
         return None, None, None, [None] * len(weights)
+    refuse_in_evaluation(train)
     engine.memory.uses_cudnn(device)
     sizes = _sizes(input, hx, weights, mode, hidden, layers, two, batches, dropout, train, back=True)
     workspace = sizes.workspace(engine.memory.torch_version(device))

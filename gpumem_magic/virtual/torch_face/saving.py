@@ -278,6 +278,11 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) and target.device.type == "cuda":
                 target = target.device  # `lambda storage, location: storage.cuda()`
             if isinstance(target, torch.device) and target.type == "cuda":
+                if (target.index or 0) >= (count := torch.cuda.device_count()):
+                    raise RuntimeError(
+                        f"Attempting to deserialize object on CUDA device {target.index} but torch.cuda.device_count() is "
+                        f"{count}. Please use torch.load with map_location to map your storages to an existing device."
+                    )
                 placed[storage._cdata] = target
                 return storage
             return target if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) else storage

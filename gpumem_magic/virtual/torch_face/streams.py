@@ -150,6 +150,7 @@ class Event:
         self.cuda_event = 0
         self.device = torch.device("cuda", CURRENT.device)
         self._at: float | None = None
+        self._is_timed = enable_timing
 
     def record(self, stream: Any = None) -> None:
         self._at = time.perf_counter()
@@ -163,8 +164,10 @@ class Event:
 
     def elapsed_time(self, end_event: Event) -> float:
         """Host milliseconds between the two records."""
+        if not (self._is_timed and end_event._is_timed):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'.")
         if self._at is None or end_event._at is None:
-            raise RuntimeError("Both events must be recorded before calculating elapsed time.")
+            raise ValueError("Both events must be recorded before calculating elapsed time.")
         return (end_event._at - self._at) * 1000
 
 

@@ -1,0 +1,228 @@
+"""What a card refuses is refused on a virtual one: users' mistakes, in the words of an H100 (PyTorch 2.11, 27 November 2026)."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpumem_magic.virtual import gpu
+
+# What is run, and what a card raised: the class, and how its message begins.
+REFUSED = [
+    (
+        "torch.addcdiv(x, torch.tensor(1.0), x)",
+        RuntimeError,
+        "Expected all tensors to be on the same device, but found at",
+    ),
+    ("x.clamp(min=torch.tensor(0.0))", RuntimeError, "Expected all tensors to be on the same device, but got min i"),
+    (
+        "x.index_put_((i,), torch.ones(3, 4, device=d, dtype=torch.float64))",
+        RuntimeError,
+        "Index put requires the source and destination dtypes match,",
+    ),
+    ("x.index_add(0, i, x[:3].half())", RuntimeError, "index_add_(): self (Float) and source (Half) must have the s"),
+    (
+        "F.scaled_dot_product_attention(x[None], x[None], x[None], attn_mask=torch.ones(4, 4, dtype=torch.half, device=d))",
+        RuntimeError,
+        "Expected attn_mask dtype to be bool or float or to match que",
+    ),
+    (
+        "F.scaled_dot_product_attention(x[None, None], x[None, None].half(), x[None, None])",
+        RuntimeError,
+        "Expected query, key, and value to have the same dtype, but g",
+    ),
+    (
+        "F.cross_entropy(x, torch.tensor([0, 1, 2, 3], device=d, dtype=torch.int32))",
+        NotImplementedError,
+        '"nll_loss_forward_reduce_cuda_kernel_2d_index" not implement',
+    ),
+    ("y = F.mse_loss(w, x.double())\ny.backward()", RuntimeError, "Found dtype Double but expected Float"),
+    (
+        "F.binary_cross_entropy(x.sigmoid(), torch.ones(4, 4, device=d, dtype=torch.long))",
+        RuntimeError,
+        "Found dtype Long but expected Float",
+    ),
+    (
+        "F.grid_sample(img, torch.zeros(2, 4, 4, 2, device=d, dtype=torch.half))",
+        RuntimeError,
+        "expected scalar type Float but found Half",
+    ),
+    (
+        "torch.add(x, x, out=torch.zeros(4, 1, device=d).expand(4, 4))",
+        RuntimeError,
+        "unsupported operation: more than one element of the written-",
+    ),
+    (
+        "torch.zeros(4, 1, device=d).expand(4, 4).add_(1)",
+        RuntimeError,
+        "unsupported operation: more than one element of the written-",
+    ),
+    (
+        "y = torch.zeros(5, device=d)\ny[1:].add_(y[:4])",
+        RuntimeError,
+        "unsupported operation: some elements of the input tensor and",
+    ),
+    (
+        "y = torch.arange(5.0, device=d)\ny[1:] = y[:4]",
+        RuntimeError,
+        "unsupported operation: some elements of the input tensor and",
+    ),
+    (
+        "F.conv2d(img.long(), torch.ones(4, 3, 3, 3, device=d, dtype=torch.long))",
+        RuntimeError,
+        "getCudnnDataTypeFromScalarType() not supported for Long",
+    ),
+    (
+        "nn.ConvTranspose2d(3, 4, 3, output_padding=2).to(d)(img)",
+        RuntimeError,
+        "output padding must be smaller than either stride or dilatio",
+    ),
+    (
+        "nn.BatchNorm2d(3).to(d).half()(img)",
+        RuntimeError,
+        "Expected tensor for argument #1 'input' to have the same typ",
+    ),
+    ("nn.LayerNorm(4).to(d)(x.half())", RuntimeError, "expected scalar type Half but found Float"),
+    ("x.softmax(2)", IndexError, "Dimension out of range (expected to be in range of [-2, 1],"),
+    ("n.std()", RuntimeError, "std and var only support floating point and complex dtypes"),
+    ("torch.zeros(0, device=d).max()", RuntimeError, "max(): Expected reduction dim to be specified for input.nume"),
+    ("(x > 0).argmax()", RuntimeError, "argmax(): does not support bool input"),
+    ("F.one_hot(n.int(), 10)", RuntimeError, "one_hot is only applicable to index tensor of type LongTenso"),
+    (
+        "x[i] = torch.zeros(2, 4, device=d)",
+        RuntimeError,
+        "shape mismatch: value tensor of shape [2, 4] cannot be broad",
+    ),
+    ("x & x", NotImplementedError, "\"bitwise_and_cuda\" not implemented for 'Float'"),
+    ("1 - (x > 0)", RuntimeError, "Subtraction, the `-` operator, with a bool tensor is not sup"),
+    ("y = x > 0\ny *= 2", RuntimeError, "result type Long can't be cast to the desired output type Bo"),
+    ("n ** -1", RuntimeError, "Integers to negative integer powers are not allowed."),
+    ("n.pow_(-1)", RuntimeError, "Integers to negative integer powers are not allowed."),
+    ("torch.complex(x, x) % 2", NotImplementedError, "\"remainder_cuda\" not implemented for 'ComplexFloat'"),
+    (
+        "torch.linalg.lstsq(x, x, driver='gelsd')",
+        RuntimeError,
+        "torch.linalg.lstsq: `driver` other than `gels` is not suppor",
+    ),
+    ("torch.linalg.lstsq(x[0], x)", RuntimeError, "torch.linalg.lstsq: input must have at least 2 dimensions."),
+    ("torch.linalg.lstsq(x, x[:3])", RuntimeError, "torch.linalg.lstsq: input.size(-2) should match other.size(-"),
+    (
+        "m = nn.LSTM(4, 4).to(d).eval()\nm(w[None])[0].sum().backward()",
+        RuntimeError,
+        "cudnn RNN backward can only be called in training mode",
+    ),
+    (
+        "nn.utils.rnn.pack_padded_sequence(x[..., None], torch.tensor([1, 3, 2, 4]))",
+        RuntimeError,
+        "`lengths` array must be sorted in decreasing order when `enf",
+    ),
+    (
+        "nn.utils.rnn.pack_padded_sequence(x[..., None], torch.tensor([4, 3, 2, 0]))",
+        RuntimeError,
+        "Length of all samples has to be greater than 0, but found an",
+    ),
+    (
+        "nn.utils.rnn.pack_padded_sequence(x[..., None], torch.tensor([4, 3, 2]))",
+        RuntimeError,
+        "Expected `len(lengths)` to be equal to batch_size, but got 3",
+    ),
+    (
+        "x.index_select(0, torch.zeros(2, 2, dtype=torch.long, device=d))",
+        RuntimeError,
+        "Index is supposed to be an empty tensor or a vector",
+    ),
+    ("x.index_select(0, x[0])", NotImplementedError, "\"index_select_out_cuda_impl\" not implemented for 'Float'"),
+    ("x.put_(i, i)", RuntimeError, "put_(): self and source expected to have the same dtype, but"),
+    (
+        "nn.LSTMCell(4, 3).to(d)(x, (x[:3, :3], x[:3, :3]))",
+        RuntimeError,
+        "Input batch size 4 doesn't match hidden0 batch size 3",
+    ),
+    ("nn.GRUCell(4, 3).to(d)(x, x)", RuntimeError, "hidden0 has inconsistent hidden_size: got 4, expected 3"),
+    ("nn.GRUCell(5, 3).to(d)(x)", RuntimeError, "input has inconsistent input_size: got 4 expected 5"),
+    ("big = torch.zeros(1 << 20, device=d) > 0\nbig *= 2", RuntimeError, "result type Long can't be cast"),
+    ("torch.zeros(1 << 20, device=d) & 1", NotImplementedError, "\"bitwise_and_cuda\" not implemented for 'Float'"),
+    ("nn.GroupNorm(3, 3).to(d)(img.half())", RuntimeError, "expected scalar type Half but found Float"),
+    ("F.conv2d(img.byte(), torch.ones(4, 3, 3, 3, device=d).byte())", RuntimeError, "GET was unable to find an engine"),
+    ("F.nll_loss(img, torch.zeros(2, 8, 8, device=d))", RuntimeError, "expected scalar type Long but found Float"),
+    ("x[i] = x[1:]", RuntimeError, "unsupported operation: some elements of the input tensor and"),
+    ("x.copy_(x.t())", RuntimeError, "unsupported operation: some elements of the input tensor and"),
+]
+# What a card allows, although it looks like the above.
+ALLOWED = [
+    "F.smooth_l1_loss(w, x.double()).backward()",
+    "(x > 0).abs()",
+    "x[0], x[1] = x[1], x[0]",
+    "x.view(4, 4).copy_(x)",
+    "x.mul_(x)",
+    "x.view(-1).add_(x.view(-1))",
+    "x[:2] = x[2:]",
+    "x[:, 0].add_(x[:, 1])",
+    "torch.zeros(4, 1, device=d).expand(4, 4).fill_(1)",
+    "torch.lerp(x, x, torch.tensor(0.5))",
+    "torch.where(x > 0, x, torch.tensor(0.0))",
+    "torch.histc(n)",
+    "nn.BatchNorm2d(3).to(d)(img.half())",
+    "F.softmax(torch.zeros(0, 4, device=d), 1)",
+    "nn.LSTM(4, 4).to(d)(w[None])[0].sum().backward()",
+]
+
+
+@pytest.fixture(params=["H100,torch=2.11", "H100,torch=2.11,values=real"])
+def device(request: Any) -> Any:
+    yield gpu.turn_on(request.param)
+    gpu.turn_off()
+
+
+def run(code: str) -> None:
+    d = torch.device("cuda")
+    x = torch.randn(4, 4, device=d)
+    names = {
+        "d": d,
+        "x": x,
+        "w": x.clone().requires_grad_(),
+        "i": torch.tensor([0, 1, 2], device=d),
+        "torch": torch,
+        "nn": nn,
+    }
+    names |= {"F": F, "n": torch.randint(1, 9, (4,), device=d), "img": torch.randn(2, 3, 8, 8, device=d)}
+    exec(code, names)
+
+
+@pytest.mark.filterwarnings("ignore:Default grid_sample")
+@pytest.mark.parametrize(("code", "kind", "words"), REFUSED, ids=[code for code, *_ in REFUSED])
+def test_what_a_card_refuses(device: Any, code: str, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind) as refused:
+        run(code)
+    assert type(refused.value) is kind
+    # (With values=real the host's kernel has refused it.)
+    assert str(refused.value).replace("_cpu", "_cuda").startswith(words)
+
+
+@pytest.mark.parametrize("code", ALLOWED)
+def test_what_a_card_allows(device: Any, code: str) -> None:
+    run(code)
+
+
+def test_a_generator_of_the_host_draws_nothing_for_a_default_device(device: Any) -> None:
+    with torch.device("cuda"), pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
+        torch.randperm(3, generator=torch.Generator())
+
+
+def test_nothing_is_loaded_to_a_device_that_is_not_there(device: Any) -> None:
+    file = io.BytesIO()
+    torch.save(torch.zeros(2, device="cuda"), file)
+    file.seek(0)
+    with pytest.raises(RuntimeError, match="Attempting to deserialize object on CUDA device 7 but"):
+        torch.load(file, map_location="cuda:7")
+
+
+def test_the_host_is_asked_without_drawing_numbers(device: Any) -> None:
+    before = torch.get_rng_state()
+    torch.zeros(3, device="cuda").add_(1).softmax(0).sum()
+    assert torch.equal(torch.get_rng_state(), before)
