@@ -526,6 +526,9 @@ def test_deviations_are_looked_at_before_and_after_the_draw() -> None:
     mean, deviation = torch.zeros(2, 3, device="cuda"), torch.ones(5, 2, 3, device="cuda")
     assert made(lambda: torch.normal(mean, deviation)) == [4, 1, 120, 4, 1]
     assert made(lambda: torch.normal(mean, deviation, out=torch.empty_like(deviation)))[1:] == [4, 1]
+    # A mean that is a number is a tensor of its own in the end.
+    assert made(lambda: torch.normal(0.0, deviation)) == [4, 1, 120, 4, 1, 4]
+    assert made(lambda: torch.normal(0.0, deviation, out=torch.empty_like(deviation)))[1:] == [4, 1, 4]
 
 
 @pytest.mark.parametrize(("work", "results"), [(torch.max, [4]), (torch.min, [4]), (torch.aminmax, [4, 4])])
@@ -547,3 +550,12 @@ def test_values_that_are_scattered_are_copied_after_their_places_are_counted() -
     assert steps(lambda: x.masked_scatter_(mask, values))[:4] == expected
     # Into a row that the mask repeats a hundred times: the result, then as for that.
     assert made(lambda: x[0].masked_scatter(mask, values)) == [8000, places, scan, copied]
+
+
+def test_a_dense_matrix_with_a_side_of_one_is_multiplied_as_it_lies() -> None:
+    """As an H100 was asked for it (PyTorch 2.11), in the backward of a layer with one output for several heads."""
+    column, row = torch.zeros(8, device="cuda").as_strided((8, 1), (1, 4)), torch.zeros(1, 32, device="cuda")
+    row.t() @ row  # takes the workspace
+    assert made(lambda: column @ row) == [1024]
+    # Of several matrices the strides decide.
+    assert made(lambda: column.expand(3, 8, 1) @ row.expand(3, 1, 32))[1:] == [3 * 32]

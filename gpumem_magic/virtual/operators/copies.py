@@ -407,7 +407,10 @@ def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def _lies_right(matrices: Any) -> bool:
-    return matrices.layout is not torch.strided or fits_blas(matrices.shape, matrices.stride())
+    """A single matrix that is dense does whatever the strides of its sides of one are (`prepare_matrix_for_cublas`)."""
+    if matrices.layout is not torch.strided or (matrices.dim() == 2 and is_dense(matrices)):
+        return True
+    return fits_blas(matrices.shape, matrices.stride())
 
 
 def _lies_in_rows(matrices: Any) -> bool:
@@ -498,20 +501,26 @@ def _drawn_by(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return [chances.numel() * accumulator(chances.dtype).itemsize] if chances.dtype in HALF else []
 
 
-@special(*overloads("normal.Tensor_float normal.float_Tensor"), table=BESIDE)
+@special(_aten.normal.Tensor_float, table=BESIDE)
 def _drawn_around(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """What is drawn is in a tensor of its own first (`normal_out_impl` in ``DistributionTemplates.h``)."""
     return [bytes_of(out)]
 
 
-@special(_aten.normal.Tensor_Tensor, _aten.normal.Tensor_Tensor_out)
-def _drawn_around_each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+_MAKE_THEIR_RESULT = (_aten.normal.Tensor_Tensor, _aten.normal.float_Tensor)
+
+
+@special(*overloads("normal.Tensor_Tensor normal.Tensor_Tensor_out normal.float_Tensor normal.float_Tensor_out"))
+def _drawn_by_deviations(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The lowest deviation is looked at (`CHECK_NORMAL_TENSOR_STD` in ``DistributionTemplates.h``), again after the result is
-    made."""
+    made; then a mean that is a number becomes a tensor (`normal_out_impl`)."""
     _check_deviation(engine, args[1])
     out = engine.run(func, args, kwargs, device)
-    if func is _aten.normal.Tensor_Tensor:
+    if func in _MAKE_THEIR_RESULT:
         _check_deviation(engine, args[1])
+    if not isinstance(args[0], torch.Tensor):
+        with engine.scratch(device, out.element_size()):
+            pass
     return out
 
 

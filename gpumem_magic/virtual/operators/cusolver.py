@@ -1,4 +1,4 @@
-"""How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,400 calls).
+"""How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,575 calls).
 
 Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all; what is no formula is
 a table of square matrices, with a straight line between its sizes. On other cards, and with other versions, nothing is counted.
@@ -11,19 +11,21 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import repeat
+from math import ceil
 
 from gpumem_magic.units import round_up
 
 _HEAD = 128
-# (Rows, elements) of eigenvectors: by dividing and by Jacobi's way; of singular values by Jacobi's.
+# (Rows, elements) of eigenvectors, by dividing; of singular values, by Jacobi's way.
 _SYEVD = (
-    (1, 66342), (2, 67147), (5, 69510), (8, 71923), (16, 78627), (32, 93219), (64, 127043), (100, 172411), (128, 213059),
-    (200, 339219), (256, 458819), (300, 565995), (512, 1245251), (600, 1606387), (768, 2489795), (1000, 4159987),
-    (1024, 4357315),
-)  # fmt: skip
-_SYEVJ = (
-    (32, 3109), (33, 4212), (48, 5442), (64, 7250), (65, 8425), (100, 15288), (128, 21700), (129, 23019), (200, 48595),
-    (256, 75272), (257, 76879), (300, 101974), (400, 175425), (512, 281104),
+    (1, 66342), (2, 67147), (3, 67922), (4, 68699), (5, 69510), (6, 70291), (7, 71106), (8, 71923), (9, 72742), (10, 73563),
+    (11, 74386), (12, 75211), (13, 76070), (14, 76899), (15, 77762), (16, 78627), (17, 79494), (18, 80363), (19, 81234),
+    (20, 82139), (21, 83014), (22, 83923), (23, 84802), (24, 85715), (25, 86630), (26, 87547), (27, 88498), (28, 89419),
+    (29, 90342), (30, 91299), (31, 92258), (32, 93219), (64, 127043), (100, 172411), (128, 213059), (200, 339219),
+    (256, 458819), (300, 565995), (512, 1245251), (513, 1249094), (576, 1503299), (600, 1606387), (640, 1785923),
+    (700, 2081867), (736, 2293219), (750, 2378211), (767, 2483522), (768, 2489795), (800, 2694563), (832, 2907523),
+    (896, 3358019), (900, 3387291), (1000, 4159987), (1023, 4348994), (1024, 4357315), (1100, 5012683), (1200, 5945379),
+    (1280, 6749123), (1500, 9223467), (1536, 9665219), (2000, 16286979), (2048, 17070275),
 )  # fmt: skip
 _GESVDJ = (
     (33, 7392), (48, 9824), (64, 13408), (65, 15776), (100, 29408), (128, 42208), (129, 44832), (200, 95776), (256, 149024),
@@ -91,8 +93,14 @@ def eigh(rows: int, batch: int, item: int, is_float: bool) -> list[int]:
     if batch > 1 and rows <= _SMALL:
         return [batch * _between(_SYEVD, rows) * item]
     if is_float and _SMALL <= rows <= 512:
-        return [*repeat(_between(_SYEVJ, rows) * item, batch)]
+        return [*repeat(_syevj(rows) * item, batch)]
     return [*repeat(_between(_SYEVD, rows) * item + _HEAD, batch)]
+
+
+def _syevj(rows: int) -> int:
+    """The matrix, a row more, and what goes by its blocks of 32 rows."""
+    blocks = ceil(rows / _SMALL)
+    return rows * (rows + 1) + 4 * blocks**2 + 1025 * blocks + 1024
 
 
 def gesvdj(rows: int, columns: int, item: int) -> int:
