@@ -251,6 +251,27 @@ def test_of_a_depthwise_convolution_the_gradient_of_the_weight_comes_first(dims:
     assert made(lambda: out.backward(ones)) == [4 * 3**dims * 4, 2 * 4 * 8**dims * 4]
 
 
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_depthwise_convolution_s_gradient_of_the_weight_is_made_of_a_plain_input(dims: int) -> None:
+    """As Mamba's layers have it (`mamba_scan` on an H100): sequences whose channels come last, and turned images."""
+    x = torch.zeros(2, *[8] * (dims - 1), 8, 4, device="cuda", requires_grad=True).transpose(1, -1)
+    weight = torch.zeros(4, 1, *[3] * dims, device="cuda", requires_grad=True)
+    out = (F.conv1d if dims == 1 else F.conv2d)(x, weight, groups=4)
+    ones, plain = torch.ones_like(out), 2 * 4 * 8**dims * 4
+    assert made(lambda: torch.autograd.grad(out, (x, weight), ones)) == [plain, 4 * 3**dims * 4, plain]
+
+
+def test_a_sequence_is_made_plain_for_its_convolution_s_gradients_until_the_bias_has_its_own() -> None:
+    x = torch.zeros(2, 8, 4, device="cuda").transpose(1, 2).requires_grad_()
+    weight, bias = (
+        torch.zeros(6, 4, 3, device="cuda", requires_grad=True),
+        torch.zeros(6, device="cuda", requires_grad=True),
+    )
+    out = F.conv1d(x, weight, bias)
+    before = made(lambda: torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True))
+    assert before[1] == 2 * 8 * 4 * 4, "also where no gradient needs it"
+
+
 def test_a_sign_s_gradient_is_multiplied_by_numbers() -> None:
     x = torch.zeros(10, device="cuda", requires_grad=True)
     ((x * 2).sgn() * 3).sum().backward()

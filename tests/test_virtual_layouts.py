@@ -43,18 +43,39 @@ def test_a_gradient_is_made_in_one_piece(call: Callable[[torch.Tensor], torch.Te
     assert gradient(call, torch.randn(2, 4, 6, device="cuda")).is_contiguous()
 
 
-def test_a_loss_gives_a_gradient_in_one_piece_for_what_is_turned() -> None:
+@pytest.mark.parametrize("loss", [F.huber_loss, F.mse_loss, F.smooth_l1_loss])
+def test_a_loss_gives_a_gradient_in_one_piece_for_what_is_turned(loss: Callable[..., torch.Tensor]) -> None:
     target = torch.zeros(4, 6, device="cuda")
-    assert gradient(lambda x: F.huber_loss(x, target), turned(4, 6), turns=False).is_contiguous()
+    assert gradient(lambda x: loss(x, target), turned(4, 6), turns=False).is_contiguous()
 
 
 @pytest.mark.parametrize(
-    "call", [F.hardtanh, F.hardswish, lambda x: torch.logit(x, 0.1)], ids=["tanh", "swish", "logit"]
+    "call",
+    [F.hardtanh, F.hardswish, lambda x: torch.logit(x, 0.1), F.elu, F.softplus, F.hardsigmoid],
+    ids=["tanh", "swish", "logit", "elu", "softplus", "sigmoid"],
 )
 def test_what_goes_number_by_number_lies_as_the_gradient_that_came(
     call: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     assert gradient(call, torch.rand(2, 4, 6, device="cuda")).stride() == (24, 1, 4)
+
+
+@pytest.mark.parametrize("call", [torch.copysign, torch.xlogy])
+def test_of_two_that_lie_otherwise_the_first_decides(call: Callable[..., torch.Tensor]) -> None:
+    plain = torch.rand(2, 4, 6, device="cuda")
+    assert call(plain, turned(2, 4, 6)).is_contiguous()
+    assert call(turned(2, 4, 6), plain).stride() == (24, 1, 4)
+    assert call(plain, 2.0).shape == call(plain, torch.rand(4, 1, device="cuda")).shape == plain.shape
+
+
+def test_in_inference_mode_a_part_of_a_weight_is_viewed_as_a_batch_of_one() -> None:
+    # As position embeddings are (YOLOS): a view of what was made outside of it is none of inference mode.
+    weight = torch.nn.Parameter(torch.zeros(1, 91, 96, device="cuda"))
+    with torch.inference_mode():
+        found = weight[:, 1:-10].transpose(1, 2).view(1, 96, 8, 10)
+    assert found.shape == (1, 96, 8, 10)
+    assert not found.is_inference()
+    assert found.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("channels", [3, 16])

@@ -62,8 +62,10 @@ def as_a_view(args: Any, result: torch.Tensor) -> torch.Tensor:
     strides = lying.view(result.shape).stride()
     if strides == result.stride():
         return result
-    meta = made_plainly(torch.empty, (0,), dtype=result.dtype, device=META)
-    meta.set_(source.untyped_storage(), source.storage_offset(), result.shape, strides)
+    # (What was made outside of inference mode has views that are none of its own, and the other way round: `TensorImpl.cpp`.)
+    with torch.inference_mode(source.is_inference()):
+        meta = made_plainly(torch.empty, (0,), dtype=result.dtype, device=META)
+        meta.set_(source.untyped_storage(), source.storage_offset(), result.shape, strides)
     return meta
 
 

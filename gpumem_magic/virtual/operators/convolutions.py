@@ -12,7 +12,7 @@ request of 108.21 GiB (pytorch issue 95024) is met to the printed digit.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from math import prod
 from typing import Any
 
@@ -27,18 +27,30 @@ from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import pushed
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
-_DIMENSIONS_OF_VOLUMES = 5
+_DIMENSIONS_OF_SEQUENCES, _DIMENSIONS_OF_VOLUMES = 3, 5
 _MOST_INDEXED = 2**31 - 1
 
 
 def layout_of(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
-    """The layout in which cuDNN runs a convolution of the two: channels last where one of them has it and not both are plain."""
+    """The layout in which cuDNN runs a convolution of the two: channels last where one of them lies so
+    (`cudnn_conv_use_channels_last` in ``ConvUtils.h``)."""
     last = _CHANNELS_LAST.get(input.dim())
     if last is None or torch.float64 in (input.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
         return torch.contiguous_format
-    either = input.is_contiguous(memory_format=last) or weight.is_contiguous(memory_format=last)
-    plain = input.is_contiguous() and weight.is_contiguous()
-    return last if either and not plain else torch.contiguous_format
+    return last if lies_last(input) or lies_last(weight) else torch.contiguous_format
+
+
+def lies_last(tensor: torch.Tensor) -> bool:
+    """Whether its strides are like those of channels last, and not ambiguous (`is_channels_last_strides_2d` and `_3d` in
+    c10/core/MemoryFormat.h): a depthwise weight in one piece, of one channel, is not, though it is contiguous so, too."""
+    sizes, strides, least = tensor.shape, tensor.stride(), 0
+    if strides[1] == 0:
+        return False
+    for dim in (1, *reversed(range(2, len(sizes))), 0):
+        if sizes[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * max(1, sizes[dim])
+    return True
 
 
 def _copy_bytes(tensor: torch.Tensor, layout: torch.memory_format) -> int:
@@ -148,14 +160,22 @@ def _backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     of_input, of_weight, of_bias = results
     fine, coarse = (gradient, input) if transposed else (input, gradient)
     call = _Call(engine, device, fine, weight, coarse, stride, padding, dilation, transposed, groups)
-    with ExitStack() as held:
+    of_plain_input: AbstractContextManager[None] = engine.scratch(device, _copy_bytes(input, layout))
+    with ExitStack() as throughout, ExitStack() as held:
+        if input.dim() == _DIMENSIONS_OF_SEQUENCES:
+            # (They are images of one row, made plain before anything else: `convolution_backward` in ``Convolution.cpp``.)
+            throughout.enter_context(of_plain_input)
+            of_plain_input = nullcontext()
         held.enter_context(engine.scratch(device, _copy_bytes(gradient, layout)))
         if call.by_depth and len(call.fine) < _DIMENSIONS_OF_VOLUMES:
-            # Of a depthwise one the weight's comes first (``DepthwiseConv2d.cu``).
-            engine.settle((of_weight, of_input))
+            # Of a depthwise one the weight's comes first, made of a plain input (``DepthwiseConv2d.cu``).
+            with of_plain_input if wanted[1] else nullcontext():
+                engine.settle(of_weight)
+            with engine.scratch(device, _copy_bytes(weight, layout) if wanted[0] else 0):
+                engine.settle(of_input)
         else:
             if wanted[1]:
-                held.enter_context(engine.scratch(device, _copy_bytes(input, layout)))
+                held.enter_context(of_plain_input)
             if wanted[0]:
                 engine.settle(of_input)
                 with engine.scratch(device, _copy_bytes(weight, layout)):

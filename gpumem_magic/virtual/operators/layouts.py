@@ -30,13 +30,19 @@ _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("_log_softmax_backward_data _softmax_backward_data", (in_one_piece,)),
     # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``, ``MultiMarginLoss.cu``,
     # ``MultiLabelMarginCriterion.cu``).
-    ("huber_loss_backward multi_margin_loss_backward multilabel_margin_loss_backward", (in_one_piece,)),
+    ("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", (in_one_piece,)),
+    ("multi_margin_loss_backward multilabel_margin_loss_backward", (in_one_piece,)),
     ("fractional_max_pool3d_backward", (in_one_piece,)),
     # The output's options have the input's memory format; PyTorch's rule has so from 16 channels on only (``UpSample.h``).
     ("upsample_bilinear2d", (as_an_image(0),)),
     ("hardswish_backward hardtanh_backward logit_backward", (number_by_number(0, 1),)),
+    # `build_borrowing_binary_op` of the gradient and what it goes with (``Activation.cpp``), where PyTorch has a formula.
+    ("softplus_backward hardsigmoid_backward", (number_by_number(0, 1),)),
+    ("elu_backward", (number_by_number(0, 5),)),
+    # (``BinaryOps.cpp``)
+    ("copysign.Tensor xlogy.Tensor", (number_by_number(0, 1),)),
 )
 for _names, _lies in _TABLE:
     # (2.9 has no `_fused_rms_norm_backward`.)
-    _here = " ".join(name for name in _names.split() if hasattr(_aten, name))
+    _here = " ".join(name for name in _names.split() if hasattr(_aten, name.partition(".")[0]))
     LAYOUTS.update(dict.fromkeys(overloads(_here), _lies))
