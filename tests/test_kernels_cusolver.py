@@ -73,6 +73,8 @@ def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
         (1000, 10, 4, 172160),
         (100, 7, 4, 134912),
         (200, 100, 4, 226560),
+        (96, 96, 4, 177152),
+        (128, 96, 4, 189440),
         (1024, 512, 4, 1115136),
         (2000, 300, 4, 1397760),
         (5, 3, 4, 132224),
@@ -105,6 +107,22 @@ def test_an_upper_factor_has_a_matrix_beside() -> None:
     a = torch.eye(5, device="cuda")
     assert made(lambda: linalg.cholesky_ex(a)) == [100, 4, 160]
     assert made(lambda: linalg.cholesky_ex(a, upper=True)) == [100, 4, 256]
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "nbytes"),
+    [
+        (96, 128, 3195392),
+        (32, 96, 3158272),
+        (128, 96, 3146240),
+        (256, 64, 3146112),
+        (64, 300, 3222912),
+        (96, 96, 103040),
+    ],
+)
+def test_singular_values_of_what_is_no_square(rows: int, columns: int, nbytes: int) -> None:
+    # (As `decompositions` of the own programs was recorded.)
+    assert cusolver.gesvdj(rows, columns, 4) == nbytes
 
 
 def test_between_two_sizes_it_is_a_line_and_beyond_the_last_a_square() -> None:
