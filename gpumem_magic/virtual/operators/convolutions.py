@@ -33,11 +33,12 @@ _MOST_INDEXED = 2**31 - 1
 
 def layout_of(input: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
     """The layout in which cuDNN runs a convolution of the two: channels last where one of them lies so
-    (`cudnn_conv_use_channels_last` in ``ConvUtils.h``)."""
+    (`cudnn_conv_use_channels_last` in ``ConvUtils.h``) and not both are plain, too: what cuDNN takes for these was met so."""
     last = _CHANNELS_LAST.get(input.dim())
     if last is None or torch.float64 in (input.dtype, weight.dtype) or not torch.backends.cudnn.enabled:
         return torch.contiguous_format
-    return last if lies_last(input) or lies_last(weight) else torch.contiguous_format
+    plain = input.is_contiguous() and weight.is_contiguous()
+    return last if not plain and (lies_last(input) or lies_last(weight)) else torch.contiguous_format
 
 
 def lies_last(tensor: torch.Tensor) -> bool:
