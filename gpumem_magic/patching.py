@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -195,6 +196,7 @@ def warnings_remembered() -> Iterator[None]:
 
 
 _BUILTINS = vars(builtins)
+_all, _map = all, map
 
 
 class OwnBuiltins:
@@ -202,10 +204,13 @@ class OwnBuiltins:
 
     def __init__(self) -> None:
         self._own = dict(_BUILTINS)
+        self._values = tuple(self._own.values())
 
     def run(self, work: Callable[..., _Answer], *given: Any) -> _Answer:
         __tracebackhide__ = True
-        # No builtin is called up to here, and none of the program's objects is asked anything.
+        # Only builtins from before are called up to here, and none of the program's objects is asked anything.
+        if _all(_map(is_, _BUILTINS.values(), self._values)):
+            return work(*given)
         theirs = {name: _BUILTINS[name] for name, own in self._own.items() if _BUILTINS.get(name, own) is not own}
         if not theirs:
             return work(*given)

@@ -75,6 +75,9 @@ class _Log:
     def position(self) -> int:
         return len(self.events)
 
+    def moment(self, exact: bool = True) -> tuple[int, Counters]:
+        return len(self.events), self.device.counters()
+
     def forget(self, needed: Any) -> None:
         pass
 
@@ -101,6 +104,9 @@ class FakeMachine:
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.places.get(id(tensor))
+
+    def plain_place(self, tensor: Any) -> tuple[int, int] | None:
+        return None
 
     def compiled_results(self) -> CompiledResults:
         return CompiledResults()

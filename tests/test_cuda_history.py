@@ -207,6 +207,20 @@ def test_the_beginning_has_stacks_which_a_long_run_is_spared(monkeypatch: pytest
     assert torch.state()["history"] is None
 
 
+def test_a_moment_reads_the_counters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = FakeTorch()
+    run = Run(torch, ring=1000)
+    run.begin()
+    read, asked = torch.cuda.memory_stats_as_nested_dict, []
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda index: asked.append(index) or read(index))
+    run.play([("alloc", MIB), ("alloc", 3 * MIB), ("free", 0)], marking=False)
+    position, counters = run.log.moment()
+    assert asked == [0]
+    assert position == run.log.position() == sum((2, 1, 1, 2))
+    assert counters.allocated == torch.gpus[0].allocator.allocated
+    run.end()
+
+
 def test_a_users_recording_goes_on_with_its_own_arguments() -> None:
     torch = FakeTorch()
     torch.cuda.memory._record_memory_history(max_entries=5000)

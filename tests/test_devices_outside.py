@@ -82,3 +82,27 @@ def test_at_most_a_twentieth_of_the_time_is_spent_on_waiting() -> None:
     for _ in range(5000):
         gpu.after(0.0002, outside)
     assert gpu.asked * gpu.takes <= 0.05 * (gpu.time - began) + 2 * gpu.takes
+
+
+def test_inside_a_statement_the_driver_is_asked_where_memory_moved_or_two_milliseconds_later() -> None:
+    gpu = Gpu(takes=0.00001)
+    outside = gpu.outside()
+
+    def asked(seconds: float) -> bool:
+        before = gpu.asked
+        gpu.time += seconds
+        shares = outside.now(gpu.reserved, True, exact=False)
+        assert shares.device_used == gpu.reserved + gpu.context + gpu.others
+        return gpu.asked > before
+
+    assert asked(0)
+    assert not asked(0.0005)
+    gpu.reserved += MIB
+    assert asked(0.0005)
+    assert not asked(0.0005)
+    assert asked(0.002)
+    gpu.after(0.0001, outside)
+    assert not asked(0.0001)
+    before = gpu.asked
+    gpu.after(0.0001, outside)
+    assert gpu.asked == before + 1

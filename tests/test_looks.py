@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import items
+from gpumem_magic.looks.objects import attributes, items
 
 
 def test_a_dictionary_that_changes_as_garbage_is_collected_is_read() -> None:
@@ -42,3 +45,51 @@ def test_a_view_that_pytorch_refuses_to_differentiate_has_no_node() -> None:
     base.mul_(2)
     assert tensors.grad_fn(view) is None
     assert tensors.is_leaf(view) is False
+
+
+def tied() -> nn.Module:
+    net = nn.Sequential(nn.Embedding(4, 2), nn.ModuleDict({"twice": nn.Linear(2, 4, bias=False)}), nn.BatchNorm1d(2))
+    net[1]["twice"].weight = net[0].weight
+    net.add_module("again", net[1])
+    return net
+
+
+def scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        # (PyTorch would rather have it compiled.)
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        tied(),
+        nn.Linear(2, 2, bias=False),
+        nn.ReLU(),
+        nn.LSTM(2, 2, 2),
+        torch.jit.script(nn.Sequential(nn.Linear(2, 2))),
+    ],
+    ids=lambda module: type(module).__name__,
+)
+def test_parameters_without_names_are_those_with_names(module: nn.Module) -> None:
+    with tensors.no_functions(), tensors.no_dispatch():
+        named = list(tensors.tensors_of(module, tensors.PARAMETERS))
+        assert [id(one) for one in tensors.nameless_parameters(module)] == [id(one) for _, one in named]
+
+
+def test_an_objects_own_dictionary_is_read_past_what_its_class_says() -> None:
+    class Says:
+        @property
+        def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+            raise AssertionError("asked")
+
+    class Plain:
+        pass
+
+    for _ in range(2):
+        assert attributes(Says()) == {}
+        one = Plain()
+        one.field = 1  # type: ignore[attr-defined]
+        assert attributes(one) == {"field": 1}
+    assert attributes(3) == {}

@@ -460,6 +460,23 @@ def test_modules_that_were_never_called_are_found_at_the_end() -> None:
     }
 
 
+def test_a_gradient_has_the_name_that_its_parameter_has_now() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    seen = Seen({"net": net})
+    for parameter in net.parameters():
+        seen.machine.put(parameter)
+        parameter.grad = torch.ones_like(parameter)
+        seen.machine.put(parameter.grad)
+    seen.witness.forward_begins(net, ())
+    seen.witness.backward_ended()
+    net.first = net[0]
+    del net._modules["0"]
+    seen.witness.sightings.clear()
+    seen.witness.backward_ended()
+    found = {look.name for look in seen.witness.sightings if look.role == "gradient"}
+    assert found == {"1.weight", "1.bias", "first.weight", "first.bias"}
+
+
 def test_a_module_that_moved_is_looked_at_again() -> None:
     net = nn.Linear(2, 2)
     seen = Seen({"net": net})

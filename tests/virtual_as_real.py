@@ -30,6 +30,9 @@ class Machine(cuda.CudaMachine):
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.virtual.locate(tensor)
 
+    def plain_place(self, tensor: Any) -> tuple[int, int] | None:
+        return None
+
 
 @contextmanager
 def real(name: str) -> Iterator[gpu.VirtualMachine]:

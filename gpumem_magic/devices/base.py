@@ -151,6 +151,10 @@ class Log(Protocol):
     def position(self) -> int:
         """The number of events so far. Never falls, and is the same twice only where nothing moved."""
 
+    def moment(self, exact: bool = True) -> tuple[int, Counters]:
+        """The position and the device's figures of now. exact: whether what is outside of the allocator may be no older, by
+        some milliseconds, on a real device, whose driver takes its time to answer."""
+
     def forget(self, needed: Set[int]) -> None:
         """Positions that were answered so far and are not needed will not be asked about: what only they need may go."""
 
@@ -219,6 +223,9 @@ class Machine(Protocol):
 
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """(device index, address of the allocation that holds the tensor's storage), or None for a tensor elsewhere."""
+
+    def plain_place(self, tensor: Any) -> tuple[int, int] | None:
+        """The same at once, inside of `looks.tensors.no_functions` and `no_dispatch`; None also where that takes more."""
 
     def compiled_results(self) -> CompiledResults:
         """What compiled code made, as far as it lives. Empty on a real device, whose compiled code does not say."""

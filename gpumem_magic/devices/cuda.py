@@ -54,6 +54,11 @@ class CudaLog:
         with self._device.lock:
             return self._device.history.position(self._opened)
 
+    def moment(self, exact: bool = True) -> tuple[int, Counters]:
+        with self._device.lock:
+            position, reading = self._device.history.moment(self._opened)
+            return position, self._device.counters_of(reading, exact)
+
     def forget(self, needed: Set[int]) -> None:
         with self._device.lock:
             self._device.history.forget(self._opened, needed)
@@ -133,16 +138,20 @@ class CudaDevice:
 
     def counters(self) -> Counters:
         with self.lock:
-            reading = self.history.read(self.index)
+            return self.counters_of(self.history.read(self.index))
+
+    def counters_of(self, reading: CountersReading, exact: bool = True) -> Counters:
+        """The counters of a reading that was taken just now. Under the lock. exact: see `Log.moment`."""
+        if self._facts is None:
             # Reading the facts finds the driver's device.
             self.facts  # noqa: B018
-            if self._outside is None:
-                self._outside = OutsideMemory(self._nvml, self._runtime_used, self._clock)
-            return _counters(reading, self._shares(self._outside, reading.reserved))
+        if self._outside is None:
+            self._outside = OutsideMemory(self._nvml, self._runtime_used, self._clock)
+        return _counters(reading, self._shares(self._outside, reading.reserved, exact))
 
-    def _shares(self, outside: OutsideMemory, reserved: int) -> Shares:
+    def _shares(self, outside: OutsideMemory, reserved: int, exact: bool = True) -> Shares:
         has_context = reserved > 0 or torch_memory.has_context(self._torch, self.index)
-        return outside.now(reserved, has_context)
+        return outside.now(reserved, has_context, exact)
 
     def glance(self, log: Log | None = None) -> tuple[Counters, int]:
         """PyTorch's counters, without the lock; the driver's figures are a second old at most."""
@@ -301,7 +310,11 @@ class CudaMachine:
         ring: int = RING,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # (Looks at tensors import PyTorch, which is there by now.)
+        from gpumem_magic.looks import tensors
+
         self._torch = torch
+        self._tensors = tensors
         self._driver = driver if driver is not None else Driver(None) if is_rocm(torch) else Driver.open()
         count = int(torch.cuda.device_count())
         self._history = AllocatorHistory(torch, count, ring)
@@ -329,14 +342,19 @@ class CudaMachine:
     def compiled_results(self) -> CompiledResults:
         return CompiledResults()
 
+    def plain_place(self, tensor: Any) -> tuple[int, int] | None:
+        place: tuple[int, int] | None = self._tensors.plain_place(tensor)
+        return place
+
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         """By the storage's pointer, which waits for nothing. None for tensors without memory of their own (fake, wrapped)."""
-        from gpumem_magic.looks import tensors
-
+        tensors = self._tensors
         with tensors.no_functions(), tensors.no_dispatch():
-            if not tensors.has_python_key(tensor) and not tensors.is_cuda(tensor):
-                return None
+            if (place := self.plain_place(tensor)) is not None:
+                return place
             try:
+                if not tensors.has_python_key(tensor) and not tensors.is_cuda(tensor):
+                    return None
                 parts = tensors.sparse_parts(tensor) if tensors.is_sparse(tensor) else (tensor,)
                 storage = tensors.storage(parts[-1]) if parts else None
                 if storage is None or storage.device.type != "cuda":
@@ -365,7 +383,18 @@ class CudaMachine:
 
 
 def _counters(reading: CountersReading, shares: Shares) -> Counters:
-    return Counters(**{name: size for name, size in vars(reading).items() if name != "counts"}, **vars(shares))
+    _, allocated, reserved, peak_allocated, peak_reserved, retries = reading
+    return Counters(
+        allocated,
+        reserved,
+        shares.device_used,
+        shares.context,
+        shares.other_processes,
+        shares.context_or_others,
+        peak_allocated,
+        peak_reserved,
+        retries,
+    )
 
 
 def _requested(segments: Sequence[Segment]) -> dict[int, int]:

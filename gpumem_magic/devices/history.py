@@ -91,6 +91,8 @@ class AllocatorHistory:
         self._calling = False
         self._waits: Any = None
         self._taken: _Taken | None = None
+        # The backend while logs are open, once CUDA is in use: it is the same from then on.
+        self._settled: str | None = None
         # What the user's own resets took from the counters.
         self._lost: dict[int, Counts] = {}
         # What a reader must know about the logs that ended last.
@@ -101,7 +103,12 @@ class AllocatorHistory:
     @property
     def backend(self) -> str:
         """``native`` where there is a history; else what stands in its way."""
-        return torch_memory.backend(self._torch)
+        if self._settled is not None:
+            return self._settled
+        found = torch_memory.backend(self._torch)
+        if self._open and torch_memory.in_use(self._torch):
+            self._settled = found
+        return found
 
     def read(self, index: int) -> CountersReading:
         """The counters of now, all 0 where there are none: CUDA not in use, or an allocator of somebody else's."""
@@ -125,12 +132,12 @@ class AllocatorHistory:
         """Begins a log. Where PyTorch can't record, which becomes a note, it has totals only."""
         if not self._open:
             self.notes.clear()
-            self._taken = None
+            self._taken = self._settled = None
             self.is_refused = False
             if self.backend == "native":
                 self._begin()
         log = self._opened(index)
-        self._mark(log)
+        self._mark(log, self.read(index))
         self._open.append(log)
         return log
 
@@ -147,13 +154,18 @@ class AllocatorHistory:
 
     def position(self, log: OpenLog) -> int:
         """The number of events so far, or, where events are not counted, of changes seen so far."""
-        mark = self._mark(log)
+        return self.moment(log)[0]
+
+    def moment(self, log: OpenLog) -> tuple[int, CountersReading]:
+        """The position of now, and the reading that it is from."""
+        reading = self.read(log.device)
+        mark = self._mark(log, reading)
         if self._has_stacks and mark.raw > STACKS:
             self._record(stacks=False)
         # The beginning of a long run is the part that people look at: it is kept, once, before the ring loses it.
         if self._is_ours and not log.drained and self._ring // 2 <= mark.raw <= self._ring:
             self._drain()
-        return mark.raw
+        return mark.raw, reading
 
     def forget(self, log: OpenLog, needed: Set[int]) -> None:
         """Drops marks at positions that are not needed, but for the highest of those that follow each other."""
@@ -171,7 +183,7 @@ class AllocatorHistory:
 
     def close(self, log: OpenLog) -> AllocatorSettings:
         """Ends a log: its marks and chunks are complete then. Returns the allocator's settings."""
-        self._mark(log)
+        self._mark(log, self.read(log.device))
         settings = DEFAULT_SETTINGS
         try:
             if self.backend == "native" and torch_memory.in_use(self._torch):
@@ -197,13 +209,13 @@ class AllocatorHistory:
             self._end()
         self._open = left
 
-    def _mark(self, log: OpenLog) -> CountersMark:
-        reading = self.read(log.device)
-        figures = (reading.allocated, reading.reserved, reading.peak_allocated, reading.peak_reserved)
+    def _mark(self, log: OpenLog, reading: CountersReading) -> CountersMark:
+        figures = reading[1:5]
         if not log.marks:
             raw, counts = 0, NOTHING
         elif self.backend == "native":
-            counts = minus(plus(reading.counts, self._lost.get(log.device, NOTHING)), log.base)
+            lost = self._lost.get(log.device)
+            counts = minus(reading.counts if lost is None else plus(reading.counts, lost), log.base)
             raw = max(sum(counts), log.marks[-1].raw)
         else:
             counts = NOTHING

@@ -8,8 +8,8 @@ leaves an event too, which nothing counts; those are left out of logs.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from operator import add, sub
+from typing import Any, NamedTuple
 
 Counts = tuple[int, ...]
 """How often each kind of event has happened: as many numbers as `KINDS`."""
@@ -30,8 +30,7 @@ KIND_OF_ACTION = {
 }
 
 
-@dataclass(frozen=True)
-class CountersReading:
+class CountersReading(NamedTuple):
     """Bytes now and at their peaks (since the user's last reset), and how many events there have been."""
 
     counts: Counts = NOTHING
@@ -50,6 +49,33 @@ def reading_of(stats: Mapping[str, Any]) -> CountersReading:
     """
     if not stats:
         return CountersReading()
+    try:
+        # (Asked for at every moment of a recording: the way of an allocator that has them all is short.)
+        allocation, allocated, reserved = (stats[name]["all"] for name in _WHOLE)
+        return CountersReading(
+            (
+                allocation["allocated"],
+                allocation["freed"],
+                stats["active"]["all"]["freed"],
+                stats["num_device_alloc"],
+                stats["num_device_free"],
+                stats["num_ooms"],
+            ),
+            allocated["current"],
+            reserved["current"],
+            allocated["peak"],
+            reserved["peak"],
+            stats["num_alloc_retries"],
+        )
+    except KeyError:
+        return _reading_of_some(stats)
+
+
+_WHOLE = ("allocation", "allocated_bytes", "reserved_bytes")
+
+
+def _reading_of_some(stats: Mapping[str, Any]) -> CountersReading:
+    """Of an allocator that does not count all of it."""
     allocation, active = _of(stats, "allocation"), _of(stats, "active")
     allocated, reserved = _of(stats, "allocated_bytes"), _of(stats, "reserved_bytes")
     return CountersReading(
@@ -70,11 +96,11 @@ def reading_of(stats: Mapping[str, Any]) -> CountersReading:
 
 
 def plus(one: Counts, other: Counts) -> Counts:
-    return tuple(a + b for a, b in zip(one, other, strict=True))
+    return tuple(map(add, one, other))
 
 
 def minus(one: Counts, other: Counts) -> Counts:
-    return tuple(a - b for a, b in zip(one, other, strict=True))
+    return tuple(map(sub, one, other))
 
 
 def _of(stats: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -97,18 +98,31 @@ def shown(value: Any) -> str:
 
 def attributes(thing: object) -> dict[str, Any]:
     """An object's own dictionary, empty where it has none. Its class's properties and slots are not in it."""
+    kind = type(thing)
+    known = _readers.get(id(kind))
+    if known is not None and known[0]() is kind:
+        found = known[1].__get__(thing)
+        return found if type(found) is dict or is_a(found, dict) else {}
     if is_a(thing, ModuleType):
         found = _OF_MODULE.__get__(thing)
         return found if found is not None else {}
-    for kind in mro(type(thing)):
-        own = entries_of_class(kind).get("__dict__")
+    for one in mro(kind):
+        own = entries_of_class(one).get("__dict__")
         if type(own) is GetSetDescriptorType:
             try:
                 found = own.__get__(thing)
             except (TypeError, AttributeError):
                 continue
+            if len(_readers) >= _MOST_READERS:
+                _readers.clear()
+            _readers[id(kind)] = weakref.ref(kind), own
             return found if is_a(found, dict) else {}
     return {}
+
+
+# By a class's id, the class and what reads its objects' dictionaries. (A class may have a hash of its metaclass's.)
+_readers: dict[int, tuple[weakref.ref[type], Any]] = {}
+_MOST_READERS = 4096
 
 
 def slots(thing: object) -> list[Any]:

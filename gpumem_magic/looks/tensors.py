@@ -29,6 +29,10 @@ from gpumem_magic.looks.objects import (
 Named = tuple[str, torch.Tensor]
 
 _BASE: Any = torch._C.TensorBase
+# (Looked up once: they are asked for each parameter at each step.)
+_is_leaf, _grad_of, _layout_of = (vars(_BASE)[name].__get__ for name in ("is_leaf", "grad", "layout"))
+_is_cuda, _device_of = vars(_BASE)["is_cuda"].__get__, _BASE.get_device
+_keys_of, _PYTHON = torch._C._dispatch_keys, torch._C.DispatchKey.Python
 _aten = torch.ops.aten
 _BY_ROWS = _aten.crow_indices.default, _aten.col_indices.default, _aten.values.default
 _BY_COLUMNS = _aten.ccol_indices.default, _aten.row_indices.default, _aten.values.default
@@ -77,7 +81,7 @@ def grad(tensor: torch.Tensor) -> torch.Tensor | None:
     """A leaf's, or a kept one: asking other tensors makes PyTorch warn."""
     if not (is_leaf(tensor) or _BASE.retains_grad.__get__(tensor)):
         return None
-    found: torch.Tensor | None = _BASE.grad.__get__(tensor)
+    found: torch.Tensor | None = _grad_of(tensor)
     return found
 
 
@@ -93,7 +97,7 @@ def is_leaf(tensor: torch.Tensor) -> bool:
     """A view of what was written to since is none: PyTorch would make its node anew, and run the view for that; or it refuses to,
     of a view that was made under `no_grad`."""
     try:
-        return bool(_BASE.is_leaf.__get__(tensor))
+        return bool(_is_leaf(tensor))
     except RuntimeError:
         return False
 
@@ -116,12 +120,27 @@ def grad_fn(tensor: torch.Tensor) -> Any:
 
 def is_sparse(tensor: torch.Tensor) -> bool:
     """Of a layout that keeps indices and values."""
-    return _BASE.layout.__get__(tensor) in SPARSE_PARTS
+    return _layout_of(tensor) in SPARSE_PARTS
 
 
 def has_python_key(tensor: torch.Tensor) -> bool:
     """Whether PyTorch asks Python for this tensor's operators, and for some of its facts."""
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
+    return bool(_keys_of(tensor).has(_PYTHON))
+
+
+def plain_place(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """(Device, address of the storage's memory) of a tensor of PyTorch's own classes on a real GPU; None for any other."""
+    kind = type(tensor)
+    if (kind is not torch.Tensor and kind is not torch.nn.Parameter) or not _is_cuda(tensor):
+        return None
+    if _layout_of(tensor) is not torch.strided:
+        return None
+    try:
+        address = _BASE.untyped_storage(tensor).data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # (One that stands for another within a transform of `torch.func`.)
+        return None
+    return (_device_of(tensor), address) if address else None
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -131,7 +150,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 def pieces(tensor: torch.Tensor, depth: int = 3) -> list[torch.Tensor]:
     """The tensor, or those that it wraps: of a distributed one this process's piece, of a quantised one numbers and scales."""
-    if depth == 0 or is_fake(tensor) or not has_python_key(tensor):
+    if depth == 0 or not has_python_key(tensor) or is_fake(tensor):
         return [tensor]
     held = chain(dict.values(attributes(tensor)), slots(tensor))
     return [piece for one in held if is_tensor(one) for piece in pieces(one, depth - 1)] or [tensor]
@@ -186,7 +205,7 @@ def table(module: torch.nn.Module, name: str) -> list[tuple[str, Any]]:
     own = attribute(module, name)
     if own is not None and not is_a(own, dict) and module_of_class(type(own)).startswith("torch.jit."):
         own = dict(own.items())
-    return [(text(key), value) for key, value in items(own) if value is not None]
+    return [(key if type(key) is str else text(key), value) for key, value in items(own) if value is not None]
 
 
 def as_written(thing: Any) -> Any:
@@ -217,6 +236,27 @@ def tensors_of(root: torch.nn.Module, kind: str) -> Iterator[Named]:
             if is_tensor(tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield (f"{path}.{name}" if path else name), tensor
+
+
+def nameless_parameters(root: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """Those of `tensors_of`, in its order: for who knows their names from an earlier look."""
+    seen: set[int] = set()
+    todo = [root]
+    while todo:
+        module = todo.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        own = attributes(module)
+        parameters, inner = own.get(PARAMETERS), own.get(MODULES)
+        # (What a compiled or scripted module has in their place answers by itself.)
+        if type(parameters) is not dict or type(inner) is not dict:
+            parameters, inner = dict(table(module, PARAMETERS)), dict(table(module, MODULES))
+        for tensor in list(parameters.values()):
+            if tensor is not None and id(tensor) not in seen and is_tensor(tensor):
+                seen.add(id(tensor))
+                yield tensor
+        todo += [one for one in reversed(list(inner.values())) if one is not None and is_module(one)]
 
 
 # Optimizers

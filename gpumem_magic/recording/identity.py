@@ -23,7 +23,7 @@ from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.sharding import waiting_gradients
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
-from gpumem_magic.recording.model import Sighting
+from gpumem_magic.recording.model import Moment, Sighting
 
 ROW_LIMIT = 64
 """Tensors looked at in one variable after a statement; more only at the end of the cell."""
@@ -60,10 +60,16 @@ class Witness:
         self._states: dict[int, tuple[int, int]] = {}
         self._parameter_names: dict[int, str] = {}
         self._buffer_names: set[str] = set()
+        # By a module's id, the ids of its parameters at the last look at all of them, and their names.
+        self._names_in: dict[int, tuple[list[int], list[str]]] = {}
         self._last_look: dict[str, tuple[int, int, int]] = {}
         self._last_gradients: set[tuple[int, str]] = set()
         # Positions of the look under way. A look allocates nothing, and a real device takes its time to answer.
         self._now: dict[int, int] = {}
+
+    def _begin(self, moment: Moment | None = None) -> None:
+        """moment: of the look, where it was read just now, and nothing of the program's has run since."""
+        self._now = {} if moment is None else dict(moment.positions)
 
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
@@ -75,6 +81,7 @@ class Witness:
             self._states,
             self._parameter_names,
             self._buffer_names,
+            self._names_in,
             self._in_statement,
         ):
             table.clear()
@@ -83,9 +90,9 @@ class Witness:
 
     # What the hooks report
 
-    def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    def forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...], moment: Moment | None = None) -> None:
         """An outermost forward: its module's parameters and buffers, once, and its arguments, each time."""
-        self._now.clear()
+        self._begin(moment)
         with no_functions(), no_dispatch():
             self.see_module(module)
             for _, tensor in tensors_in(args, "", ROW_LIMIT):
@@ -93,10 +100,15 @@ class Witness:
             self._see_caches(_arguments(module, args))
 
     def forward_ended(
-        self, kwargs: Mapping[str, Any], module: torch.nn.Module, args: tuple[Any, ...], out: Any
+        self,
+        kwargs: Mapping[str, Any],
+        module: torch.nn.Module,
+        args: tuple[Any, ...],
+        out: Any,
+        moment: Moment | None = None,
     ) -> None:
         """Keyword arguments: PyTorch shows them to a global hook only at the end of the forward. Then a cache is filled, too."""
-        self._now.clear()
+        self._begin(moment)
         with no_functions(), no_dispatch():
             for name, tensor in tensors_in(kwargs, "", ROW_LIMIT):
                 self._see_argument(tensor, name)
@@ -108,28 +120,28 @@ class Witness:
         with no_functions(), no_dispatch():
             return any(tensors.grad_fn(tensor) is not None for _, tensor in tensors_in(out, "", ROW_LIMIT))
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, moment: Moment | None = None) -> None:
         """The gradients of every parameter known so far."""
-        self._now.clear()
+        self._begin(moment)
         self._last_gradients.clear()
         with no_functions(), no_dispatch():
             self._see_gradients()
 
-    def step_begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._now.clear()
+    def step_begins(self, optimizer: torch.optim.Optimizer, moment: Moment | None = None) -> None:
+        self._begin(moment)
         with no_functions(), no_dispatch():
             self._see_groups(optimizer)
 
-    def step_ended(self, optimizer: torch.optim.Optimizer) -> None:
-        self._now.clear()
+    def step_ended(self, optimizer: torch.optim.Optimizer, moment: Moment | None = None) -> None:
+        self._begin(moment)
         with no_functions(), no_dispatch():
             self._see_states(optimizer)
         self._last_gradients.clear()
 
-    def statement_ended(self, statement: str | None = None) -> None:
+    def statement_ended(self, statement: str | None = None, moment: Moment | None = None) -> None:
         """The variables of the cell that a statement mentions (None: all). A batch or a loss lives for an iteration only: this is
         when it can be seen."""
-        self._now.clear()
+        self._begin(moment)
         with no_functions(), no_dispatch():
             others = []
             for name in self._names if statement is None else self._mentioned_in(statement):
@@ -147,7 +159,7 @@ class Witness:
     def cell_ended(self, namespace: Mapping[str, Any] | None, error: BaseException | None = None) -> None:
         """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
         that an error left: the cell's own, or one that a variable keeps."""
-        self._now.clear()
+        self._begin()
         everything = self._namespace if namespace is None else namespace
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
             if tensors.is_module(value):
@@ -195,8 +207,10 @@ class Witness:
 
     def see_module(self, module: torch.nn.Module) -> None:
         """Parameters and buffers by name, inside `no_dispatch`: again only where the first has moved (``.to``, ``.half``)."""
-        first = next(_tensors_of(module), None)
-        where = None if first is None else next(self._places(first[1]), None)
+        first = next(tensors.nameless_parameters(module), None)
+        if first is None:
+            first = next((buffer for _, buffer in tensors.tensors_of(module, tensors.BUFFERS)), None)
+        where = None if first is None else next(iter(self._places(first)), None)
         known = self._modules.get(id(module))
         if known is not None and known() is module and self._where.get(id(module), _NEVER) == where:
             return
@@ -253,9 +267,20 @@ class Witness:
         for number, parameter in enumerate(tensors.parameters_of(optimizer)):
             yield self._parameter_names.get(id(parameter), f"parameter {number}"), parameter
 
+    def _parameters_in(self, module: torch.nn.Module) -> Iterable[Named]:
+        """As `tensors_of` gives them. Names are put together only where others are there than at the last look."""
+        found = list(tensors.nameless_parameters(module))
+        ids = [*map(id, found)]
+        known = self._names_in.get(id(module))
+        if known is None or known[0] != ids:
+            named = list(tensors.tensors_of(module, tensors.PARAMETERS))
+            known = self._names_in[id(module)] = [id(one) for _, one in named], [name for name, _ in named]
+            return named
+        return zip(known[1], found, strict=True)
+
     def _known_parameters(self) -> Iterator[Named]:
         seen: set[int] = set()
-        of_modules = (tensors.tensors_of(module, tensors.PARAMETERS) for module in _alive(self._modules))
+        of_modules = map(self._parameters_in, _alive(self._modules))
         of_optimizers = (self._parameters_of(optimizer) for optimizer in _alive(self._optimizers))
         for name, parameter in chain.from_iterable(chain(of_modules, of_optimizers)):
             if id(parameter) not in seen:
@@ -275,8 +300,14 @@ class Witness:
             return
         # A step looks at what the end of the backward has just seen; the same object under the same name is the same memory.
         key = id(gradient), name
-        if key not in self._last_gradients:
-            self._last_gradients.add(key)
+        if key in self._last_gradients:
+            return
+        self._last_gradients.add(key)
+        # (There may be thousands of them, at each step.)
+        where, of = self._machine.plain_place(gradient), self._machine.plain_place(parameter)
+        if where is not None and of is not None and where[0] == of[0]:
+            self._add((*where, self._at(where[0])), "gradient", name, of[1])
+        else:
             self._see(gradient, "gradient", name, dict(self._places(parameter)))
 
     def _see_variable(self, name: str, value: Any, limit: int) -> None:
@@ -306,6 +337,8 @@ class Witness:
                 self._see(tensor, "named" if tensors.is_leaf(tensor) else "output", None)
 
     def _see_caches(self, value: Any, name: str = "") -> None:
+        if tensors.is_tensor(value) and not caches.is_named(name):
+            return
         for place, tensor in caches.keys_and_values(value, name, END_LIMIT):
             self._see(tensor, "kv_cache", place)
 
@@ -322,12 +355,13 @@ class Witness:
         for device, address in self._places(tensor):
             self._add((device, address, self._at(device)), role, name, of.get(device, 0) if of else 0)
 
-    def _places(self, tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    def _places(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
         """Where its memory is, by device and address."""
-        for piece in tensors.pieces(tensor):
-            where = self._machine.locate(piece)
-            if where is not None:
-                yield where
+        if not tensors.has_python_key(tensor):
+            where = self._machine.locate(tensor)
+            return [] if where is None else [where]
+        found = map(self._machine.locate, tensors.pieces(tensor))
+        return [where for where in found if where is not None]
 
     def _at(self, device: int) -> int:
         position = self._now.get(device)
@@ -412,8 +446,3 @@ def _in_state_dicts(value: Any, name: str, limit: int, depth: int) -> Iterator[t
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:
     return [thing for thing in (reference() for reference in list(references.values())) if thing is not None]
-
-
-def _tensors_of(module: torch.nn.Module) -> Iterator[Named]:
-    yield from tensors.tensors_of(module, tensors.PARAMETERS)
-    yield from tensors.tensors_of(module, tensors.BUFFERS)

@@ -175,11 +175,15 @@ class Phases:
         self._open.append(one)
         return one
 
-    def _close(self, one: _Open, *, failed: bool = False, graph: bool = False) -> None:
+    def _close(self, one: _Open, *, failed: bool = False, graph: bool = False) -> Moment | None:
+        """The moment of its end; None where it had ended."""
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
-            self.spans.append(Span(one.kind, one.label, one.start, self._moment(), failed, graph=graph))
+            moment = self._moment()
+            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, graph=graph))
             self._grown()
+            return moment
+        return None
 
     def _is_open(self, kind: str) -> bool:
         return any(one.kind == kind for one in self._open)
@@ -241,9 +245,9 @@ class Phases:
                 if not self._is_open(RECOMPUTATION):
                     self._begin(RECOMPUTATION, self._label("module", module), id(module))
             elif not self._is_open(FORWARD):
-                self._begin(FORWARD, self._label("module", module), id(module))
+                one = self._begin(FORWARD, self._label("module", module), id(module))
                 self.hidden.forward_of(module)
-                self._witness.forward_begins(module, args)
+                self._witness.forward_begins(module, args, one.start)
 
     def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if torch.compiler.is_compiling():
@@ -265,9 +269,10 @@ class Phases:
                 return
             # PyTorch calls us with the result, or, when an exception is on its way, with None.
             failed = rest[-1] is None and sys.exc_info()[1] is not None
-            self._close(one, failed=failed, graph=one.kind == FORWARD and self._witness.has_graph(rest[-1]))
+            graph = one.kind == FORWARD and self._witness.has_graph(rest[-1])
+            moment = self._close(one, failed=failed, graph=graph)
             if one.kind == FORWARD and len(rest) > 1:
-                self._witness.forward_ended(rest[0], module, args, rest[-1])
+                self._witness.forward_ended(rest[0], module, args, rest[-1], moment)
 
     # Backward
 
@@ -298,9 +303,9 @@ class Phases:
             if one is not None and self._running:
                 with self._guard(f"the end of {words}"):
                     # PyTorch leaves a recomputation by an exception of its own once it has what it needs.
-                    self._close(one, failed=failed and one.kind != RECOMPUTATION)
+                    moment = self._close(one, failed=failed and one.kind != RECOMPUTATION)
                     if one.kind == BACKWARD:
-                        self._witness.backward_ended()
+                        self._witness.backward_ended(moment)
 
         return ended
 
@@ -328,23 +333,23 @@ class Phases:
         one: _Open | None = None
         with self._guard("the start of a step"):
             one = self._begin(OPTIMIZER, self._label("optimizer", optimizer), id(optimizer))
-            self._witness.step_begins(optimizer)
+            self._witness.step_begins(optimizer, one.start)
 
         def ended(failed: bool) -> None:
             if one is not None and self._running:
                 with self._guard("the end of a step"):
-                    self._close(one, failed=failed)
+                    moment = self._close(one, failed=failed)
                     if not failed:
-                        self._stepped(optimizer)
+                        self._stepped(optimizer, moment)
 
         return ended
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer, moment: Moment | None) -> None:
         if self._first_optimizer is None:
             self._first_optimizer = id(optimizer)
         if self._first_optimizer == id(optimizer):
             self._step_ended()
-        self._witness.step_ended(optimizer)
+        self._witness.step_ended(optimizer, moment)
 
     # Ranges
 

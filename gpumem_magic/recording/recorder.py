@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpumem_magic.devices.base import Device, DeviceLog, Log, Machine
+from gpumem_magic.devices.base import DeviceLog, Log, Machine
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.recording.compiled import CompilerTables
 from gpumem_magic.recording.failing_place import failing_place
@@ -73,7 +73,6 @@ class Recorder:
         self._names = frozenset(names)
         self._own_file = own_file
         self._guard = Guard()
-        self._devices: dict[int, Device] = {}
         self._logs: dict[int, Log] = {}
         self._iterations: Iterations | None = None
         self._checkpoints: list[Checkpoint] = []
@@ -145,13 +144,12 @@ class Recorder:
             self._machine.settle()
             for device in self._machine.devices:
                 index = device.facts.index
-                self._devices[index] = device
                 self._logs[index] = device.start_log()
             self._iterations = Iterations(self._logs)
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate, self._machine.compiled_results)
             self._phases = Phases(
-                self._moment,
+                self._moment_within,
                 self._witness,
                 self._guard,
                 self._step_ended,
@@ -177,6 +175,7 @@ class Recorder:
         header: bool = False,
     ) -> None:
         """The state after a statement. A `header` row (a loop's own line) is kept only if a device's memory moved in it."""
+        moment: Moment | None = None
         with self._guard("a checkpoint"):
             if self._phases is not None:
                 self._phases.statement_ended()
@@ -195,7 +194,7 @@ class Recorder:
         # A look at the variables comes when the figures are kept.
         with self._guard("looking at the variables"):
             if self._witness is not None:
-                self._witness.statement_ended(statement if kind == "statement" else None)
+                self._witness.statement_ended(statement if kind == "statement" else None, moment)
 
     # Loops that rest: see `hook.Devices`
 
@@ -346,13 +345,17 @@ class Recorder:
         self._machine.settle()
         return self._moment_as_it_is()
 
-    def _moment_as_it_is(self) -> Moment:
+    def _moment_within(self) -> Moment:
+        """Inside a statement."""
+        self._machine.settle()
+        return self._moment_as_it_is(exact=False)
+
+    def _moment_as_it_is(self, *, exact: bool = True) -> Moment:
         self._ticks += 1
-        return Moment(
-            {index: log.position() for index, log in self._logs.items()},
-            {index: device.counters() for index, device in self._devices.items()},
-            self._ticks,
-        )
+        positions, counters = {}, {}
+        for index, log in self._logs.items():
+            positions[index], counters[index] = log.moment(exact)
+        return Moment(positions, counters, self._ticks)
 
     def _cheap_positions(self) -> Callable[[], Mapping[int, int]] | None:
         """Where the logs stand, to be asked for each module's forward; None on a real device, which takes its time to answer."""

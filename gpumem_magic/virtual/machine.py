@@ -143,6 +143,10 @@ class VirtualMachine:
     def locate(self, tensor: Any) -> tuple[int, int] | None:
         return self.engine.locate(tensor)
 
+    def plain_place(self, tensor: Any) -> tuple[int, int] | None:
+        """Of none: a stand-in's place is in a table."""
+        return None
+
     def compiled_results(self) -> CompiledResults:
         self.settle()
         with self.engine.lock:

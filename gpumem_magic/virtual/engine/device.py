@@ -49,6 +49,9 @@ class VirtualLog:
     def position(self) -> int:
         return len(self.events)
 
+    def moment(self, exact: bool = True) -> tuple[int, Counters]:
+        return len(self.events), self._device.counters()
+
     def forget(self, needed: Set[int]) -> None:
         """Every event is kept: a virtual device is not run for hours."""
 
