@@ -133,9 +133,7 @@ _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 
 # What CUDA's kernels are called that take neither half precision nor integers, where a shape rule takes any: by operator, a
 # function of its arguments.
-IN_FULL_PRECISION: dict[Any, Callable[..., str]] = {
-    _aten._cdist_forward.default: lambda *_: "cdist_cuda",
-}
+IN_FULL_PRECISION: dict[Any, Callable[..., str]] = dict.fromkeys(overloads("_cdist_forward"), lambda *_: "cdist_cuda")
 _HALVES = {torch.float16, torch.bfloat16, torch.complex32}
 
 
