@@ -387,7 +387,8 @@ def test_what_a_variable_held_for_a_turn_is_called_by_it(script: Write, capsys: 
         "    best = copy.deepcopy(model.state_dict())\n"
     )
     said = said_on_t4(capsys, script(train)).replace("\n  ", " ")
-    assert "of `copy.deepcopy(model.state_dict())` (line 6), kept by `best['0…3.weight']`" in said
+    assert "64.0 MiB are parameters of `best`" in said
+    assert "made in an earlier iteration (line 6, `best = copy.deepcopy(model.state_dict())`)" in said
 
 
 def ran_on(device: str, capture: pytest.CaptureFixture[str], path: Path, *options: str, status: int = 0) -> Any:

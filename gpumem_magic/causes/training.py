@@ -44,7 +44,8 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
             if one.freed is not None and end <= one.freed < following and one.born < begin <= scene.moment < one.freed
         ]
         # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
-        late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
+        if late:
+            late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
         if worst is None or size_of(late) > worst[0]:
             worst = size_of(late), forward
     if worst is None:
@@ -110,6 +111,8 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
     for step in scene.spans(OPTIMIZER):
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
+        if size_of(new) < scene.part_of_peak(10):
+            continue
         its = scene.holdings.optimizers.get(step.label, frozenset())
         living = scene.living_in(end, "parameters")
         # Of an optimizer that a name is known of, its own: another model may be there, too.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumem_magic.failures import swallows
 from gpumem_magic.looks.tensors import no_dispatch
 
 # Elements of all arguments and results of what is not cut down, and lengths of what is.
@@ -77,8 +78,10 @@ def refused_by_host(func: Any, args: Any, kwargs: Any, out: Any) -> Exception | 
     except _REFUSALS as error:
         if type(error) in _REFUSALS and not _HOSTS_OWN.search(str(error)):
             return error.with_traceback(None)
-    except Exception:  # of another kind than what refuses arguments
-        return None
+    except Exception as error:
+        # Of another kind than what refuses arguments.
+        if not swallows(error):
+            raise
     return None
 
 
