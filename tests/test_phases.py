@@ -432,6 +432,18 @@ def test_what_state_dict_gave_is_weights() -> None:
     assert len(seen.witness.sightings) == count_before
 
 
+def test_all_of_a_large_state_dict_is_weights_and_has_a_name() -> None:
+    model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(50)])
+    best = copy.deepcopy(model.state_dict())
+    seen = Seen({"model": model, "best": best})
+    for tensor in best.values():
+        seen.machine.put(tensor)
+    seen.witness.statement_ended()
+    every = {f"best['{key}']" for key in best}
+    assert {look.name for look in seen.witness.sightings if look.role == "parameter"} == every
+    assert {look.name for look in seen.witness.sightings if look.role == "named"} == every
+
+
 def test_a_long_history_costs_no_more_than_the_limit() -> None:
     history = [torch.ones(1) for _ in range(500)]
     seen = Seen({"history": history})

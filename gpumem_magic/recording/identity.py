@@ -324,10 +324,13 @@ class Witness:
                     self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
         for place, key, tensor in _in_state_dicts(value, name, limit, _DEPTH):
             for device, address in self._places(tensor):
-                look, known_as = (device, address, self._at(device)), f"{place} of weights"
-                if self._last_look.get(known_as) != look:
-                    self._last_look[known_as] = look
-                    self._add(look, "buffer" if key in self._buffer_names else "parameter", place)
+                look = device, address, self._at(device)
+                role = "buffer" if key in self._buffer_names else "parameter"
+                # (Of a large one, the first alone were looked at above.)
+                for known_as, seen_as in ((place, "named"), (f"{place} of weights", role)):
+                    if self._last_look.get(known_as) != look:
+                        self._last_look[known_as] = look
+                        self._add(look, seen_as, place)
         self._see_caches(value, name)
 
     def _see_variables_of(self, frame: FrameType) -> None:
@@ -436,7 +439,8 @@ def _in_state_dicts(value: Any, name: str, limit: int, depth: int) -> Iterator[t
     if not objects.is_a(value, dict) or depth == 0:
         return
     is_one = objects.attribute(value, "_metadata") is not None
-    for key, item in islice(dict.items(value), limit):
+    # (A model's weights are one thing: where some were told, and others not, the others would count as something else.)
+    for key, item in islice(dict.items(value), END_LIMIT if is_one else limit):
         place = f"{name}[{objects.shown(key)[:40]}]" if objects.is_a(key, str) else ""
         if is_one and place and tensors.is_tensor(item):
             yield place, str(key), item
