@@ -13,7 +13,7 @@ import pytest
 from causes_cells import SETUP, names, notebook
 
 from gpumem_magic import causes
-from gpumem_magic.causes import catalog, shortage
+from gpumem_magic.causes import catalog, program, shortage
 from gpumem_magic.causes.program import Written, read_program
 from gpumem_magic.units import human
 
@@ -1436,7 +1436,11 @@ def test_what_is_trained_on_is_no_unused_graph() -> None:
 
 
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
-def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
+def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    # What other tests have left imported is no file of this program's.
+    files = program._files
+    before = set(files({}))
+    monkeypatch.setattr(program, "_files", lambda namespace: (one for one in files(namespace) if one not in before))
     if case.tells == "reference_cycle":
         # Python's collector comes when it likes, and would take some of them.
         request.addfinalizer(gc.enable)
