@@ -49,12 +49,13 @@ def main() -> int:
     parser.add_argument("--details", metavar="N", type=int, default=0, help="kinds of difference that are listed")
     parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
     options = parser.parse_args()
-    wanted = {
-        name: text
-        for name, text in programs().items()
-        if options.only is None or any(part in name for part in options.only)
-    }
+    wanted = chosen(programs(), options.only)
     return record(wanted, options.folder) if options.what == "record" else compare(wanted, options)
+
+
+def chosen(every: Mapping[str, str], only: Sequence[str] | None) -> dict[str, str]:
+    """The programs that have one of these texts in their names; None: all."""
+    return {name: text for name, text in every.items() if only is None or any(part in name for part in only)}
 
 
 def record(wanted: Mapping[str, str], folder: Path) -> int:

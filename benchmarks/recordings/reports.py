@@ -45,11 +45,7 @@ def main() -> int:
     parser.add_argument("--only", metavar="TEXT", nargs="+", help="programs with a TEXT in their name")
     parser.add_argument("--show", action="store_true", help="what differs, in words")
     options = parser.parse_args()
-    wanted = {
-        name: text
-        for name, text in programs().items()
-        if options.only is None or any(part in name for part in options.only)
-    }
+    wanted = own.chosen(programs(), options.only)
     return record(wanted, options.file) if options.what == "record" else compare(wanted, options)
 
 

@@ -21,10 +21,11 @@ RECOMPUTATION = "recomputation"
 PHASES = frozenset({FORWARD, BACKWARD, OPTIMIZER, RECOMPUTATION})
 """The kinds of spans that are phases of training."""
 AUTOCAST_ENDS = "autocast ends"
-WORKSPACES_GO = "workspaces go"
 """The kind of a span in which autocast lets go of what it keeps."""
 NO_WIDE_WEIGHTS = "no float32 weights"
 """Its label where there are none that autocast would cast."""
+WORKSPACES_GO = "workspaces go"
+"""The kind of a span in which a program has PyTorch give cuBLAS's workspaces back."""
 
 Failed = tuple[str, int, tuple[int, ...], tuple[int, ...]]
 """The statement that an error came through: its text, line and iteration, and the lines of the loops around it."""

@@ -149,7 +149,7 @@ class Recorder:
             self._witness = Witness(self._machine, lambda device: self._logs[device].position(), self._names, namespace)
             self._modules = ModuleWatch(self._cheap_positions(), self._machine.locate, self._machine.compiled_results)
             self._phases = Phases(
-                self._moment_within,
+                lambda: self._moment(exact=False),
                 self._witness,
                 self._guard,
                 self._step_ended,
@@ -341,14 +341,9 @@ class Recorder:
 
     # Moments
 
-    def _moment(self) -> Moment:
+    def _moment(self, *, exact: bool = True) -> Moment:
         self._machine.settle()
-        return self._moment_as_it_is()
-
-    def _moment_within(self) -> Moment:
-        """Inside a statement."""
-        self._machine.settle()
-        return self._moment_as_it_is(exact=False)
+        return self._moment_as_it_is(exact=exact)
 
     def _moment_as_it_is(self, *, exact: bool = True) -> Moment:
         self._ticks += 1
