@@ -39,10 +39,14 @@ def test_a_cell_and_a_watch_on_four_engines(tmp_path: Path) -> None:
     from ipyparallel.client.magics import ParallelMagics
 
     with cluster() as client, notebook("T4", "import os") as book:
-        book.shell.register_magics(ParallelMagics(book.shell, client[:]))
+        parallel = ParallelMagics(book.shell, client[:])
+        book.shell.register_magics(parallel)
         client[:].scatter("mine", range(4), flatten=True, block=True)
         it_runs_on_the_engines_and_one_report_has_them(book, client)
-        an_error_is_ipyparallels_and_the_others_report_is_there(book)
+        with pytest.MonkeyPatch.context() as patch:
+            # With streaming, ipyparallel 9.2 loses an error that comes before it listens: all that it says is "1 errors".
+            patch.setattr(parallel, "stream_output", False)
+            an_error_is_ipyparallels_and_the_others_report_is_there(book)
         what_is_no_engine_is_one_line(book)
         the_watch_has_the_engines_devices_while_they_work(book, client, tmp_path / "enough")
         an_interrupt_leaves_no_watch_on_the_engines(book, client)
