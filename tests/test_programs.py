@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import json
 import re
@@ -132,3 +133,27 @@ def test_a_notebook_is_run_cell_by_cell_without_what_is_ipythons(modules: dict[s
     found: dict[str, object] = {}
     exec(modules["layout"].script_of(json.dumps({"cells": cells})), found)
     assert (found["x"], found["y"], found["said"]) == (1, 1, "\n100 %\n")
+
+
+def test_the_pages_say_what_the_table_beside_an_h100_has() -> None:
+    with (HERE / "beside_an_h100.csv").open(encoding="utf-8", newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    assert len(rows) == len({(one["repository"], one["program"]) for one in rows})
+    went = ("ended", "stopped")
+    ran = [one for one in rows if one["ended_there"] in went and one["ended_here"] in went]
+    there, here, matched = (
+        sum(int(one[key]) for one in ran) for key in ("allocations_there", "allocations_here", "matched")
+    )
+    assert matched <= min(there, here)
+    off = [abs(int(one["growth_at_peak_here"]) / int(one["growth_at_peak_there"]) - 1) for one in ran]
+    whole = sum(one["allocations_there"] == one["allocations_here"] == one["matched"] for one in ran)
+    exact, near, about = (sum(each <= most for each in off) for most in (0, 0.001, 0.02))
+    share, docs = f"{matched / there:.1%}".replace("%", " %"), HERE.parents[1] / "docs"
+    assert (
+        f"{len(ran)} programs asked the card for {there:,} allocations: {share} matched, in {whole} of the programs all, "
+        f"and the growth at the peak was the same to the byte in {exact}, within 0.1 % in {near}, within 2 % in {about}."
+    ) in (docs / "programs.md").read_text(encoding="utf-8")
+    assert (
+        f"every allocation of {len(ran)} public programs | [a real H100](programs.md), with PyTorch 2.11 | {share} of {there:,}; "
+        f"the highest memory the same in {exact}, within 2 % in {about} |"
+    ) in (docs / "how_true.md").read_text(encoding="utf-8")

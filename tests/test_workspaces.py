@@ -254,6 +254,18 @@ def beside_and_reserved() -> int:
     return (total - free - torch.cuda.memory_reserved()) // MIB
 
 
+@pytest.mark.parametrize(
+    ("version", "extra"), [("2.9", [1 << 20]), ("2.10", []), ("2.11", [1 << 20]), ("2.13", [1 << 20])]
+)
+def test_a_single_row_with_a_bias_is_cublaslts_but_with_2_10(version: str, extra: list[int]) -> None:
+    """As an H100 was asked for it with 2.11; none with a single column to be summed over."""
+    gpu.turn_on(f"H100,torch={version}")
+    bias, weight, column = (torch.zeros(*shape, device="cuda") for shape in ((16,), (16, 8), (16, 1)))
+    row, single = torch.zeros(1, 8, device="cuda"), torch.zeros(8, 1, device="cuda")
+    torch.addmm(bias, single, column.t())  # takes cuBLAS's
+    assert made(lambda: torch.nn.functional.linear(row, weight, bias)) == [64, *extra]
+
+
 def test_each_threads_handle_takes_its_own_from_the_driver() -> None:
     """Measured on an H100 (driver 580.159, torch 2.11.0+cu130): 618.8 MiB, with a product 684.8, with its gradient 748.8."""
     gpu.turn_on("H100,torch=2.11")

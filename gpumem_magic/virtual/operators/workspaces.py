@@ -201,10 +201,13 @@ def _in_order(policy: BlasPolicy) -> list[tuple[str, int, bool]]:
 
 def adds_bias(args: Sequence[Any], version: Version) -> bool:
     """Whether a product with a bias is one call of cuBLASLt (``Blas.cpp``): none with a single row or column in the second
-    factor, since 2.10 nor in the first."""
+    factor, in 2.10 nor in the first.
+
+    (An H100 with 2.11 took it for a single row, and the CUDA build of 2.13 asks for the second factor's sizes only.)
+    """
     bias, first, second = args[:3]
     fits = bias.dim() == 1 and bias.shape[0] == second.shape[1] and bias.is_contiguous() and first.dtype in _LT_TYPES
-    factors = (first, second) if version >= (2, 10) else (second,)
+    factors = (first, second) if version[:2] == (2, 10) else (second,)
     return bool(fits) and all(size > 1 for factor in factors for size in factor.shape)
 
 
