@@ -165,3 +165,18 @@ def test_a_size_that_was_assumed_refuses_no_mask() -> None:
     assert chosen[torch.ones(4, dtype=torch.bool, device="cuda")].shape == (4, 3)
     with pytest.raises(IndexError, match="shape of the mask"):
         chosen[torch.ones(4, 2, dtype=torch.bool, device="cuda")]
+
+
+@pytest.mark.parametrize("lead", [(), (slice(None),)])
+def test_what_is_written_by_a_mask_says_how_many_it_chooses(lead: tuple[slice, ...]) -> None:
+    """So the gradient of what was written has its shape: pictures in the places of their tokens."""
+    before = (3,) * len(lead)
+    words = torch.zeros(*before, 2, 20, 16, device="cuda")
+    pictures = torch.ones(*before, 8, 16, device="cuda", requires_grad=True)
+    mask = torch.randint(50, (2, 20), device="cuda") == 7
+    words[(*lead, mask)] = pictures
+    words.sum().backward()
+    assert pictures.grad is not None
+    assert words[(*lead, mask)].shape == pictures.grad.shape == pictures.shape
+    mask[0] = True
+    assert words[(*lead, mask)].shape[-2] == 40

@@ -793,6 +793,9 @@ class Engine:
         """How many elements of a tensor are not zero, at most; None where nothing is known of it."""
         return None
 
+    def hold_at_most(self, tensor: Any, count: int) -> None:
+        """From now on that is said of a tensor, until it is written to."""
+
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
         said = supplied.count_for(largest, users_line)

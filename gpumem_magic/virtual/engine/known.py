@@ -106,15 +106,19 @@ class KnownEngine(ComputingEngine):
                     return int(found.host.count_nonzero())
         return None if placement.few is None else min(placement.few, tensor.numel())
 
+    def hold_at_most(self, tensor: Any, count: int) -> None:
+        if _is_dense(tensor):
+            self.twins.placement(tensor).few = count
+            self._bounded = True
+
     def _bound(self, written: list[Any], out: Any, most: int | None) -> None:
         """Ends the bounds of what was written to, and notes that of a result."""
         for leaf in written:
             placement = self.table.find(leaf.untyped_storage()) if _is_dense(leaf) else None
             if placement is not None:
                 placement.few = None
-        if most is not None and _is_dense(out):
-            self.twins.placement(out).few = most
-            self._bounded = True
+        if most is not None:
+            self.hold_at_most(out, most)
 
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if self._may_learn(tensor) and host.layout is torch.strided:

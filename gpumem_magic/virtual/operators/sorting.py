@@ -353,7 +353,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             at_home = not isinstance(index, VirtualTensor)
             on_host += [at_home] * index_lists.width(index)
             if index_lists.is_mask(index):
-                count = _positions(index, source)
+                count = _positions(engine, index, source, target.dim() - dim - index.dim(), len(given) == 1)
                 listed = count * index.dim() * _INDEX
                 if at_home and not (accumulate or _is_sorted_anyway(engine, device, source)):
                     moved += index_lists.positions_to_device(count, index.dim(), engine.memory.torch_version(device))
@@ -413,9 +413,18 @@ def _hold_positions(engine: Engine, device: int, mask: Any, listed: int, held: E
     hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
 
 
-def _positions(mask: Any, source: Any) -> int:
-    """How many places a mask chooses: as many as are known, else as many as there are values, else all."""
+def _positions(engine: Engine, mask: Any, source: Any, behind: int, is_alone: bool) -> int:
+    """How many places a mask chooses: as many as are known, else as many as there are values, else all.
+
+    behind: how many dimensions lie behind those of the mask; is_alone: whether no other index says what is chosen. Then a card
+    would refuse another number, so that the mask has as many when it is asked again, as by the gradient of the values.
+    """
     known = values.exact(mask) if isinstance(mask, VirtualTensor) else mask
     if known is not None:
         return int(known.count_nonzero())
-    return int(source.shape[0]) if source.dim() and source.shape[0] > 1 else int(mask.numel())
+    given = int(source.shape[-1 - behind]) if source.dim() > behind else 1
+    if given <= 1:
+        return int(mask.numel())
+    if is_alone:
+        engine.hold_at_most(mask, given)
+    return given
