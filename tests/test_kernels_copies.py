@@ -531,6 +531,16 @@ def test_deviations_are_looked_at_before_and_after_the_draw() -> None:
     assert made(lambda: torch.normal(0.0, deviation, out=torch.empty_like(deviation)))[1:] == [4, 1, 4]
 
 
+def test_shares_are_divided_by_their_sums() -> None:
+    """As an H100 was asked for it (PyTorch 2.11): a draw of a Beta distribution."""
+    concentration = torch.ones(5, 2, device="cuda")
+    assert steps(lambda: torch._sample_dirichlet(concentration)) == [
+        ("alloc", 40),
+        ("alloc", 20),
+        ("free_requested", 20),
+    ]
+
+
 @pytest.mark.parametrize(("work", "results"), [(torch.max, [4]), (torch.min, [4]), (torch.aminmax, [4, 4])])
 def test_the_largest_of_all_is_looked_for_in_a_plain_copy(work: Any, results: list[int]) -> None:
     x = torch.zeros(100, 20, device="cuda")

@@ -18,6 +18,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
+from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.refusals import cannot_run
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.data_dependent import _placed, found_among
@@ -39,7 +40,7 @@ def _returns_like(position: int) -> Callable[..., Any]:
 # Operators whose only result is like one of their arguments, by that argument's position.
 _LIKE = (
     overloads("""
-        _sample_dirichlet _dirichlet_grad _standard_gamma _standard_gamma_grad binomial batch_norm_elemt glu_jvp _masked_softmax
+        _dirichlet_grad _standard_gamma _standard_gamma_grad binomial batch_norm_elemt glu_jvp _masked_softmax
         _masked_softmax_backward _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
     """),
     overloads("""
@@ -48,6 +49,17 @@ _LIKE = (
 )
 for _position, _operators in enumerate(_LIKE):
     special(*_operators)(_returns_like(_position))
+
+
+@special(_aten._sample_dirichlet.default)
+def _drawn_shares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """What is drawn is divided by its sums in place (`_s_dirichlet_cuda` in ``cuda/Distributions.cpp``)."""
+    out = _like(engine, args[0], device)
+    with pushed(engine.mode):
+        sums = out.sum(-1, keepdim=True)
+    del sums
+    engine.table.drain()
+    return out
 
 
 @special(
