@@ -7,7 +7,8 @@ that was never initialised holds nothing. A tensor is read past its class, insid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
@@ -32,6 +33,8 @@ _BASE: Any = torch._C.TensorBase
 # (Looked up once: they are asked for each parameter at each step.)
 _is_leaf, _grad_of, _layout_of = (vars(_BASE)[name].__get__ for name in ("is_leaf", "grad", "layout"))
 _is_cuda, _device_of = vars(_BASE)["is_cuda"].__get__, _BASE.get_device
+# What a module's own dictionary is read by, whatever its class calls by that name.
+_own_of_module = vars(torch.nn.Module)["__dict__"].__get__
 _keys_of, _PYTHON = torch._C._dispatch_keys, torch._C.DispatchKey.Python
 _aten = torch.ops.aten
 _BY_ROWS = _aten.crow_indices.default, _aten.col_indices.default, _aten.values.default
@@ -83,6 +86,14 @@ def grad(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     found: torch.Tensor | None = _grad_of(tensor)
     return found
+
+
+def grads_of_leaves(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradient of each, None also of one that is no leaf."""
+    with suppress(RuntimeError):
+        if all(map(_is_leaf, parameters)):
+            return [*map(_grad_of, parameters)]
+    return [_grad_of(one) if is_leaf(one) else None for one in parameters]
 
 
 def _flag(name: str) -> Callable[[torch.Tensor], bool]:
@@ -239,24 +250,31 @@ def tensors_of(root: torch.nn.Module, kind: str) -> Iterator[Named]:
 
 
 def nameless_parameters(root: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Those of `tensors_of`, in its order: for who knows their names from an earlier look."""
+    """Those of `tensors_of`, in its order: for who knows their names from an earlier look. (There may be thousands of modules, at
+    each step.)"""
     seen: set[int] = set()
-    todo = [root]
+    todo: list[Iterator[Any]] = [iter((root,))]
     while todo:
-        module = todo.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        own = attributes(module)
-        parameters, inner = own.get(PARAMETERS), own.get(MODULES)
-        # (What a compiled or scripted module has in their place answers by itself.)
-        if type(parameters) is not dict or type(inner) is not dict:
-            parameters, inner = dict(table(module, PARAMETERS)), dict(table(module, MODULES))
-        for tensor in list(parameters.values()):
-            if tensor is not None and id(tensor) not in seen and is_tensor(tensor):
-                seen.add(id(tensor))
-                yield tensor
-        todo += [one for one in reversed(list(inner.values())) if one is not None and is_module(one)]
+        for module in todo[-1]:
+            if module is None or id(module) in seen or not is_module(module):
+                continue
+            seen.add(id(module))
+            own = _own_of_module(module)
+            if type(own) is not dict:
+                own = dict(items(own))
+            parameters, inner = own.get(PARAMETERS), own.get(MODULES)
+            # (What a compiled or scripted module has in their place answers by itself.)
+            if type(parameters) is not dict or type(inner) is not dict:
+                parameters, inner = dict(table(module, PARAMETERS)), dict(table(module, MODULES))
+            for tensor in [*parameters.values()] if parameters else ():
+                if tensor is not None and id(tensor) not in seen and is_tensor(tensor):
+                    seen.add(id(tensor))
+                    yield tensor
+            if inner:
+                todo.append(iter([*inner.values()]))
+                break
+        else:
+            todo.pop()
 
 
 # Optimizers

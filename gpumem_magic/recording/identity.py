@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_NEWLOCALS
 from itertools import chain, islice
 from types import FrameType, FunctionType
@@ -30,6 +30,9 @@ ROW_LIMIT = 64
 END_LIMIT = 10_000
 _DEPTH = 3
 _WORD = re.compile(r"[^\W\d]\w*")
+
+_Parameters = tuple[list[str], list[torch.Tensor]]
+"""Names, and what has them, in the same order."""
 
 
 class Witness:
@@ -231,10 +234,11 @@ class Witness:
 
     def _see_groups(self, optimizer: torch.optim.Optimizer) -> None:
         is_new = self._remember(optimizer)
-        for name, parameter in self._parameters_of(optimizer):
-            if is_new:
+        names, parameters = self._parameters_of(optimizer)
+        if is_new:
+            for name, parameter in zip(names, parameters, strict=True):
                 self._see(parameter, "parameter", name)
-            self._see_gradient(name, parameter)
+        self._see_gradients_of(names, parameters)
 
     def _see_states(self, optimizer: torch.optim.Optimizer) -> None:
         """States by name. They stay where they are from the second step on, so a step that adds none is not looked at."""
@@ -246,7 +250,7 @@ class Witness:
         if steps >= 2 and size == before:
             return
         kind = objects.name_of_class(type(optimizer))
-        names = {id(parameter): name for name, parameter in self._parameters_of(optimizer)}
+        names = {id(parameter): name for name, parameter in zip(*self._parameters_of(optimizer), strict=True)}
         for owner, state in table:
             of = f"[{names[id(owner)]}]" if id(owner) in names else ""
             for name, tensor in tensors_in(state, "", END_LIMIT):
@@ -263,59 +267,64 @@ class Witness:
         self._where[id(optimizer)] = None
         return is_new
 
-    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> Iterator[Named]:
-        for number, parameter in enumerate(tensors.parameters_of(optimizer)):
-            yield self._parameter_names.get(id(parameter), f"parameter {number}"), parameter
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> _Parameters:
+        parameters = tensors.parameters_of(optimizer)
+        names = [*map(self._parameter_names.get, map(id, parameters))]
+        return [f"parameter {number}" if name is None else name for number, name in enumerate(names)], parameters
 
-    def _parameters_in(self, module: torch.nn.Module) -> Iterable[Named]:
+    def _parameters_in(self, module: torch.nn.Module) -> _Parameters:
         """As `tensors_of` gives them. Names are put together only where others are there than at the last look."""
-        found = list(tensors.nameless_parameters(module))
-        ids = [*map(id, found)]
+        parameters = list(tensors.nameless_parameters(module))
+        ids = [*map(id, parameters)]
         known = self._names_in.get(id(module))
         if known is None or known[0] != ids:
             named = list(tensors.tensors_of(module, tensors.PARAMETERS))
-            known = self._names_in[id(module)] = [id(one) for _, one in named], [name for name, _ in named]
-            return named
-        return zip(known[1], found, strict=True)
+            parameters = [one for _, one in named]
+            known = self._names_in[id(module)] = [*map(id, parameters)], [name for name, _ in named]
+        return known[1], parameters
 
-    def _known_parameters(self) -> Iterator[Named]:
-        seen: set[int] = set()
+    def _known_parameters(self) -> _Parameters:
+        """Each once, under the first of its names."""
+        found: dict[int, Named] = {}
         of_modules = map(self._parameters_in, _alive(self._modules))
-        of_optimizers = (self._parameters_of(optimizer) for optimizer in _alive(self._optimizers))
-        for name, parameter in chain.from_iterable(chain(of_modules, of_optimizers)):
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+        for names, parameters in chain(of_modules, map(self._parameters_of, _alive(self._optimizers))):
+            ids = [*map(id, parameters)]
+            if not found.keys() >= set(ids):
+                for one, named in zip(ids, zip(names, parameters, strict=True), strict=True):
+                    found.setdefault(one, named)
+        return [name for name, _ in found.values()], [parameter for _, parameter in found.values()]
 
     def _see_gradients(self) -> None:
-        for name, parameter in self._known_parameters():
-            self._see_gradient(name, parameter)
+        self._see_gradients_of(*self._known_parameters())
         for module in _alive(self._modules):
             for name, gradient in waiting_gradients(module):
                 self._see(gradient, "gradient", name)
 
-    def _see_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        gradient = tensors.grad(parameter) if tensors.is_leaf(parameter) else None
-        if gradient is None:
-            return
-        # A step looks at what the end of the backward has just seen; the same object under the same name is the same memory.
-        key = id(gradient), name
-        if key in self._last_gradients:
-            return
-        self._last_gradients.add(key)
-        # (There may be thousands of them, at each step.)
-        where, of = self._machine.plain_place(gradient), self._machine.plain_place(parameter)
-        if where is not None and of is not None and where[0] == of[0]:
-            self._add((*where, self._at(where[0])), "gradient", name, of[1])
-        else:
-            self._see(gradient, "gradient", name, dict(self._places(parameter)))
+    def _see_gradients_of(self, names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+        """(There may be thousands of them, at each step.)"""
+        place_of, last, add = self._machine.plain_place, self._last_gradients, self.sightings.append
+        gradients = tensors.grads_of_leaves(parameters)
+        for name, parameter, gradient in zip(names, parameters, gradients, strict=True):
+            if gradient is None:
+                continue
+            # A step looks at what the end of the backward has just seen; the same object under the same name is the same memory.
+            key = id(gradient), name
+            if key in last:
+                continue
+            last.add(key)
+            where, of = place_of(gradient), place_of(parameter)
+            if where is not None and of is not None and where[0] == of[0]:
+                device, address = where
+                add(Sighting(device, self._at(device), address, "gradient", name, of[1]))
+            else:
+                self._see(gradient, "gradient", name, dict(self._places(parameter)))
 
     def _see_variable(self, name: str, value: Any, limit: int) -> None:
         for place, tensor in tensors_in(value, name, limit):
             if tensors.is_parameter(tensor):
                 self._see(tensor, "parameter", place)
             if tensors.requires_grad(tensor) and tensors.is_leaf(tensor):
-                self._see_gradient(place, tensor)
+                self._see_gradients_of([place], [tensor])
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
                 # No event since the last look under this name: the same tenant.

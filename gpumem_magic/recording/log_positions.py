@@ -27,7 +27,7 @@ class PositionTranslator:
 
     def sighting(self, look: Sighting) -> Sighting:
         places = self._places.get(look.device)
-        return look if places is None else replace(look, position=places[look.position])
+        return look if places is None else look._replace(position=places[look.position])
 
     def moment(self, moment: Moment) -> Moment:
         if not self._places:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gpumem_magic.devices.base import Counters, DeviceLog, Label
 from gpumem_magic.snapshot.files import LoadedSnapshot
@@ -87,8 +88,7 @@ class Span:
     graph: bool = False
 
 
-@dataclass(frozen=True)
-class Sighting:
+class Sighting(NamedTuple):
     """A live object seen to hold the storage at `address` when the device's log stood at `position`.
 
     role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input" (an argument of
