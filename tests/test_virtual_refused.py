@@ -152,6 +152,14 @@ REFUSED = [
     ("F.nll_loss(img, torch.zeros(2, 8, 8, device=d))", RuntimeError, "expected scalar type Long but found Float"),
     ("x[i] = x[1:]", RuntimeError, "unsupported operation: some elements of the input tensor and"),
     ("x.copy_(x.t())", RuntimeError, "unsupported operation: some elements of the input tensor and"),
+    ("(x > 0) << (x > 0)", NotImplementedError, "\"lshift_cuda\" not implemented for 'Bool'"),
+    ("x >> 1", NotImplementedError, "\"rshift_cuda\" not implemented for 'Float'"),
+    ("b = x > 0\nb <<= 1", RuntimeError, "result type Long can't be cast to the desired output type Bool"),
+    (
+        "F.nll_loss(img, torch.zeros(2, 8, 8, device=d).byte())",
+        RuntimeError,
+        "expected scalar type Long but found Byte",
+    ),
 ]
 # What a card allows, although it looks like the above.
 ALLOWED = [
@@ -170,6 +178,14 @@ ALLOWED = [
     "nn.BatchNorm2d(3).to(d)(img.half())",
     "F.softmax(torch.zeros(0, 4, device=d), 1)",
     "nn.LSTM(4, 4).to(d)(w[None])[0].sum().backward()",
+    "assert ((x > 0) << 1).dtype == (n >> (n > 0)).dtype == torch.long",
+    "F.cross_entropy(w, torch.tensor([0, 1, 2, 3], device=d, dtype=torch.uint8)).backward()",
+    "F.nll_loss(x[0], torch.tensor(2, device=d, dtype=torch.uint8), weight=x[0])",
+    "torch.cov(x, fweights=n, aweights=torch.rand(4, device=d))",
+    "torch.rand(3, 4, device=d).cov(aweights=torch.rand(4, device=d))",
+    "torch.lobpcg(x @ x.t() + 4 * torch.eye(4, device=d), k=1)",
+    "m = torch.masked.masked_tensor(x, x > 0)\ntorch.where(x > 0, m, m)",
+    "m = torch.masked.masked_tensor(w, x > 0)\ntorch.where(x > 0, m, m).sum()",
 ]
 
 

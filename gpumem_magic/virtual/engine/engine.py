@@ -88,6 +88,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.overlaps import may_not_meet, refuse_overlaps
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
+from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import StorageTable
 from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, plainly
 
@@ -600,7 +601,10 @@ class Engine:
         STATE.depth += 1
         try:
             with plainly(args, tuple(kwargs.values())):
-                out = self.fake.dispatch(func, (), args, kwargs)
+                asked = func, args, kwargs
+                if func in ASKED_INSTEAD:
+                    asked = ASKED_INSTEAD[func](func, args, kwargs)
+                out = self.fake.dispatch(asked[0], (), *asked[1:])
             if func in LAYOUTS:
                 with tensors.no_functions(), tensors.no_dispatch():
                     out = as_kernels_lay(func, args, out, self.alike.around)

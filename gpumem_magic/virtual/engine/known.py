@@ -38,10 +38,6 @@ from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Wa
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
-# The largest tensors that are worked out although some values are not known: of flags and counters; of numbers, where what is
-# not known reads as zero, so that scores beside known ones still compare; and where it is guessed, which a sum with it spoils.
-_MOST_GUESSED = 1024
-_MOST_GUESSED_FLOATS = {False: 128, True: 1}
 # What may bring a large matrix to the host; others are not run on one that is known by its two elements.
 _COPYING = set(overloads("_to_copy copy_"))
 # How the names of factories begin that draw random numbers.
@@ -139,11 +135,11 @@ class KnownEngine(ComputingEngine):
             with host_only():
                 host = call()
             self.learn(tensor, host)
-        elif draws and call.name.startswith("randint") and tensor.numel() <= _MOST_GUESSED:
+        elif draws and call.name.startswith("randint") and tensor.numel() <= values.MOST_GUESSED:
             # What is worked out of one such number agrees with it: a slice from `i` to `i + n` has n elements.
             with host_only():
                 self.guess(tensor, _aten.full.default(tensor.size(), call.least(), dtype=tensor.dtype))
-        elif draws and self.bounds.guess:
+        elif draws and self.bounds.guesses:
             guess = guesses.of_factory(call.name)
             if guess is not None:
                 tensor.__dict__[GUESS] = guess
@@ -162,7 +158,7 @@ class KnownEngine(ComputingEngine):
         return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
 
     def guess(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = False) -> None:
-        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= self._most_guessed(tensor):
+        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= self.bounds.most_guessed(tensor):
             self._have(tensor, host, sure=sure)
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
@@ -200,9 +196,6 @@ class KnownEngine(ComputingEngine):
         if self._placed_and_known(tensor) is not None:
             tensor.__dict__[KNOWN] = True
 
-    def _most_guessed(self, tensor: Any) -> int:
-        return _MOST_GUESSED_FLOATS[self.bounds.guess] if tensor.is_floating_point() else _MOST_GUESSED
-
     # ---- operators
 
     def perform(self, func: Any, args: Any, kwargs: Any, device: int, answer: Answer | None = None) -> Any:
@@ -233,7 +226,7 @@ class KnownEngine(ComputingEngine):
                 out = super().perform(func, args, kwargs, device, answer)
                 if way.writes:
                     self._drop(func, args, kwargs)
-                if way.guess is not None and self.bounds.guess:
+                if way.guess is not None and self.bounds.guesses:
                     guesses.note(way.guess, self.fresh, out, args, kwargs)
             if self._bounded or most is not None:
                 self._bound(written_by(func, args, kwargs) if way.writes else [], out, most)
@@ -276,7 +269,7 @@ class KnownEngine(ComputingEngine):
             return out
         if way.writes:
             self._drop(func, args, kwargs)
-        if way.guess is not None and self.bounds.guess:
+        if way.guess is not None and self.bounds.guesses:
             guesses.note(way.guess, self.fresh, out, args, kwargs)
         return out
 
@@ -462,7 +455,9 @@ class KnownEngine(ComputingEngine):
         """Has unknown arguments count as what they are guessed to be, where all is tiny. False where one stays unknown."""
         if not unknown:
             return True
-        if not found.any or any(leaf.numel() > self._most_guessed(leaf) for leaf in unknown):
+        if not (found.any and self.bounds.follows) or any(
+            leaf.numel() > self.bounds.most_guessed(leaf) for leaf in unknown
+        ):
             return False
         found.sure = False
         for leaf in unknown:
@@ -491,7 +486,7 @@ class KnownEngine(ComputingEngine):
                     return False
                 if any(leaf is written for written in found.written):
                     continue
-                if leaf.numel() > (self.bounds.of(leaf) if found.sure else self._most_guessed(leaf)):
+                if leaf.numel() > (self.bounds.of(leaf) if found.sure else self.bounds.most_guessed(leaf)):
                     return False
         return True
 

@@ -286,7 +286,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 # What PyTorch does for such a class: the results are of it.
                 func, args, kwargs = _plain_handler, (cls, func, types, args, kwargs or {}), {}
             elif any(_speaks_for_itself(kind) for kind in types):
-                return NotImplemented
+                return _spoken(func, [kind for kind in types if kind is not VirtualTensor], args, kwargs)
         if type(func) is FunctionType:
             func = _behind_a_wrapper(func, sys._getframe(1))
         try:
@@ -578,6 +578,15 @@ def _speaks_for_itself(kind: type) -> bool:
         getattr(handler, "__func__", None) not in _PLAIN_HANDLERS
         and handler is not torch._C._disabled_torch_function_impl
     )
+
+
+def _spoken(func: Any, kinds: list[type], args: Any, kwargs: Any) -> Any:
+    """What the other classes say of a function, in whose `types` a plain tensor's class would not be."""
+    for kind in kinds:
+        found = kind.__torch_function__(func, kinds, args, kwargs)  # type: ignore[attr-defined]
+        if found is not NotImplemented:
+            return found
+    return NotImplemented
 
 
 def _engine_among(args: Any, kwargs: Any) -> TensorEngine | None:

@@ -38,8 +38,15 @@ class _Blank:
 BLANK = _Blank()
 
 
+# The largest tensors that are worked out although some values are not known: of flags and counters; of numbers, where what is
+# not known reads as zero, so that scores beside known ones still compare; and where it is guessed, which a sum with it spoils.
+MOST_GUESSED = 1024
+_MOST_GUESSED_FLOATS = {False: 128, True: 1}
+
+
 class _Limit(threading.local):
     every_integer = False
+    guesses: bool | None = None
 
 
 _LIMIT = _Limit()
@@ -50,8 +57,20 @@ class Bounds(NamedTuple):
 
     floats: int
     integers: int
-    # Whether unknown values are guessed by what made them.
+    # Whether unknown values are guessed by what made them, outside `guessing`.
     guess: bool = True
+
+    @property
+    def guesses(self) -> bool:
+        return self.guess if _LIMIT.guesses is None else _LIMIT.guesses
+
+    @property
+    def follows(self) -> bool:
+        """Whether anything follows from unknown values."""
+        return _LIMIT.guesses is not False
+
+    def most_guessed(self, tensor: torch.Tensor) -> int:
+        return _MOST_GUESSED_FLOATS[self.guesses] if tensor.is_floating_point() else MOST_GUESSED
 
     def of(self, tensor: torch.Tensor) -> int:
         if tensor.is_floating_point() or tensor.is_complex():
@@ -91,6 +110,18 @@ def every_integer() -> Iterator[None]:
         yield
     finally:
         _LIMIT.every_integer = before
+
+
+@contextmanager
+def guessing(whether: bool) -> Iterator[None]:
+    """Inside, unknown values are guessed, or nothing follows from them: for code of PyTorch's own that divides by what reads as
+    zero, or refuses it."""
+    before = _LIMIT.guesses
+    _LIMIT.guesses = whether
+    try:
+        yield
+    finally:
+        _LIMIT.guesses = before
 
 
 def version(tensor: torch.Tensor) -> int:

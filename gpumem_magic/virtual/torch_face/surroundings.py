@@ -20,6 +20,7 @@ import torch.profiler
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.uninterrupted import usual
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -39,7 +40,7 @@ def install(patches: Patches, engine: Engine) -> None:
     for step in (_profiler, _ctc_loss, _devices_of_modules, _devices_in_transforms, _convolution_formats, _signals):
         patches.attempt(step)
     if not engine.computes:
-        for step in (_distributions, checks.install):
+        for step in (_distributions, _checks_of_values, checks.install):
             patches.attempt(step)
         patches.attempt(_warnings_of_numbers, engine.reads)
 
@@ -76,6 +77,20 @@ def _distributions(patches: Patches) -> None:
 
     patches.set(kind, "__init__", checked_init)
     patches.set(kind, "_validate_sample", checked_sample)
+
+
+def _checks_of_values(patches: Patches) -> None:
+    """What stops where weights add up to zero (`cov` in ``Correlation.cpp``), or divides by a norm (``torch/_lobpcg.py``)."""
+
+    def within(guesses: bool, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with values.guessing(guesses):
+                return original(*args, **kwargs)
+
+        return call
+
+    for owner, name, guesses in ((torch, "cov", False), (torch.Tensor, "cov", False), (torch, "lobpcg", True)):
+        patches.set(owner, name, within(guesses, getattr(owner, name)))
 
 
 def _devices_in_transforms(patches: Patches) -> None:
