@@ -418,6 +418,25 @@ def test_a_mask_selects_as_many_on_the_host_as_on_the_device(machine: gpu.Virtua
         assert mask.any()
 
 
+def test_values_stay_known_after_a_call_that_is_wrong(machine: gpu.VirtualMachine) -> None:
+    """What a mask marks is counted before the operator runs, which then refuses in its own words."""
+    mask, places = torch.zeros(5, 5, dtype=torch.int64, device="cuda"), torch.zeros(3, dtype=torch.int64, device="cuda")
+    with pytest.raises(IndexError, match="Dimension out of range"):
+        mask.index_fill_(7, places, 1)
+    with pytest.raises(IndexError, match="shape mismatch"):
+        mask[places, places[:2]] = 1
+    assert torch.tensor([4, 2]).cuda().sum().item() == 6
+
+
+def test_a_number_is_filled_by_a_list_of_places(machine: gpu.VirtualMachine) -> None:
+    """As the gradient of `index_copy` does with a source of one element."""
+    number, source = (torch.zeros((), device="cuda", requires_grad=True) for _ in range(2))
+    places = torch.zeros(1, dtype=torch.int64, device="cuda")
+    number.index_copy(0, places, source).backward()
+    assert number.grad is not None
+    assert torch.tensor([4, 2]).cuda().sum().item() == 6
+
+
 def test_an_unknown_problem_keeps_the_history_of_lbfgs(machine: gpu.VirtualMachine) -> None:
     model = nn.Linear(1000, 1000).cuda()
     optimizer = torch.optim.LBFGS(model.parameters())

@@ -22,6 +22,17 @@ RULES: dict[Any, Rule] = {}
 BEGINNING: set[Any] = set()
 
 
+def asked(rule: Rule | None, at_most: AtMost, args: Any, kwargs: Any) -> int | None:
+    """The bound of an operator that is to run; None where nothing is said of it."""
+    if rule is None:
+        return None
+    try:
+        return rule(at_most, args, kwargs)
+    except (IndexError, RuntimeError):
+        # (A call that is wrong: the operator says so itself.)
+        return None
+
+
 def _for(names: str, begins: bool = False) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for name in names.split():
@@ -55,7 +66,8 @@ def _scattered(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
 @_for("index_fill_ index_fill", begins=True)
 def _filled(at_most: AtMost, args: Any, kwargs: Any) -> int | None:
     into, dim, index = args[:3]
-    return _added([at_most(into), index.numel() * into.numel() // into.shape[dim] if into.numel() else 0])
+    along = into.shape[dim] if into.dim() else 1
+    return _added([at_most(into), index.numel() * into.numel() // along if into.numel() else 0])
 
 
 def _added(bounds: list[int | None]) -> int | None:

@@ -16,7 +16,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import guesses, triangles, uniform, values
+from gpumem_magic.virtual.engine import few, guesses, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import with_size
 from gpumem_magic.virtual.engine.computing import (
@@ -218,8 +218,8 @@ class KnownEngine(ComputingEngine):
             # Each of those is followed.
             return super().perform(func, args, kwargs, device)
         self._nested = True
-        most = way.few(self.at_most, args, kwargs) if way.few is not None and (self._bounded or way.begins) else None
         try:
+            most = few.asked(way.few, self.at_most, args, kwargs) if self._bounded or way.begins else None
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
                 out = self._followed(way, func, args, kwargs, device)
             else:
