@@ -81,6 +81,7 @@ from gpumem_magic.virtual.torch_face import (
     wheel,
     wrappers,
 )
+from gpumem_magic.virtual.torch_face.bindings import Bindings
 from gpumem_magic.virtual.torch_face.captured import Captured
 from gpumem_magic.virtual.torch_face.hooks import install_engine_hooks
 from gpumem_magic.virtual.torch_face.streams import CURRENT
@@ -105,6 +106,7 @@ class VirtualMachine:
         self.workspaces = workspaces.Workspaces(
             self._devices, self.malloc, self.face.stream_of, self.free, self.take_beside
         )
+        self._bindings = Bindings(self.engine, self.workspaces, lambda index: self._devices[index].model.l2_cache_bytes)
         self.convolutions = cudnn.Scratch(self._devices, self.malloc, self.face.stream_of, self.free)
         self.communication = Communicators(self.take_beside, lambda index: self._devices[index].model)
         self.attention = Attention(self.capability, self.torch_version)
@@ -330,10 +332,6 @@ class VirtualMachine:
     def capability(self, device: int) -> tuple[int, int]:
         return self._devices[device].model.capability
 
-    def _clear_workspaces(self) -> None:
-        with self.engine.uninterrupted, self.engine.lock:
-            self.workspaces.clear()
-
     # ---- on and off
 
     def install(self) -> None:
@@ -377,8 +375,7 @@ class VirtualMachine:
             # What DistributedDataParallel's tutorials and older libraries call.
             self._patches.set(torch._C, "_cuda_setDevice", self.face.set_device)
             self._patches.set(torch._C, "_cuda_getDevice", self.face.current_device)
-            # The public way to get cuBLAS's workspaces back; builds for the host lack it.
-            self._patches.set(torch._C, "_cuda_clearCublasWorkspaces", self._clear_workspaces)
+            attempt(self._bindings.install)
             # What `torch.cuda.memory._set_allocator_settings` calls, until 2.9 and since.
             for name in ("_cuda_cudaCachingAllocator_set_allocator_settings", "_accelerator_setAllocatorSettings"):
                 self._patches.set(torch._C, name, self.set_allocator_settings)

@@ -31,6 +31,7 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     with_dispatch_of_its_own,
 )
+from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, jagged
@@ -191,17 +192,13 @@ def _cuda(
     return self.to(torch.device("cuda") if device is None else device, non_blocking=non_blocking, **format_option)
 
 
-def _pin_memory(self: torch.Tensor, *args: Any) -> Any:
-    """Pinning needs a driver; the tensor is as good for copies to a virtual device as it is."""
-    return self
-
-
 class Factories:
     """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
 
     def __init__(self, engine: Engine, current_device: Callable[[], int]) -> None:
         self._engine = engine
         self._current_device = current_device
+        self._pinned = Pinned()
         # Whether fake tensors of somebody else's may be on our devices: a compiler traces a program.
         self.traces = False
         # Size, stride and type of what a factory gave for numbers.
@@ -234,7 +231,7 @@ class Factories:
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
         patches.set(torch.Tensor, "cuda", _cuda)
         patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
-        patches.set(torch.Tensor, "pin_memory", _pin_memory)
+        self._pinned.install(patches)
         patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
         patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
         context = torch.utils._device.DeviceContext
@@ -293,8 +290,8 @@ class Factories:
 
         def make_there(args: Any, kwargs: dict[str, Any]) -> Any:
             device = kwargs.get("device")
-            if kwargs.get("pin_memory"):
-                kwargs["pin_memory"] = False  # pinning needs a driver
+            if kwargs.pop("pin_memory", False):
+                return self._pinned_one(original, args, kwargs)
             if device is None or STATE.depth:
                 return original(*args, **kwargs)
             index = self.index_of(device)
@@ -315,6 +312,14 @@ class Factories:
             return self.make(original, index, args, kwargs)
 
         return make_one
+
+    def _pinned_one(self, original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        made = self._maker(original)(*args, **kwargs)
+        if isinstance(made, torch.Tensor) and made.device.type == "cuda":
+            raise RuntimeError("Only dense CPU tensors can be pinned")
+        if type(made) is torch.Tensor and made.is_cpu and made.layout is torch.strided:
+            self._pinned.note(made.untyped_storage())
+        return made
 
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""

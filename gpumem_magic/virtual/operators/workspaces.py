@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ _OTHERS = {
     *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out"),
     *overloads("addmm_ baddbmm_ addmv_"),
 }
+# Products of matrices, which go to cuBLASLt where a program prefers it (`gemm` and `bgemm` in ``CUDABlas.cpp``).
+_OF_MATRICES = {*_WITH_BIAS, *overloads("mm bmm baddbmm mm.out bmm.out baddbmm.out addmm_ baddbmm_")}
 _FILLS = {
     *overloads("zeros_like ones_like full_like new_zeros new_ones new_full fill_.Scalar fill_.Tensor zero_ _to_copy")
 }
@@ -71,7 +74,11 @@ class Workspaces:
         self._free = free
         self._take_beside = take_beside
         self._stream_of = stream_of
-        self._workspaces: dict[tuple[str, int, int, int], int] = {}
+        # Address and bytes, by library, device, thread and stream.
+        self._workspaces: dict[tuple[str, int, int, int], tuple[int, int]] = {}
+        self._chosen: dict[str, int] = {}
+        self.prefers_lt = False
+        """Whether the program wants cuBLASLt (`torch.backends.cuda.preferred_blas_library`)."""
         self._devices = devices
         self._policies: dict[int, BlasPolicy] = {}
         self._orders: dict[int, list[tuple[str, int, bool]]] = {}
@@ -84,10 +91,13 @@ class Workspaces:
         """To be called when such an operator has its results. Raises out of memory as the device would."""
         if not takes_after(func):
             return
-        if self._outside[device].cublas:
-            self._library_takes("cublas", self._outside[device].cublas, device)
+        self._begin(device)
         policy = self._policies.get(device) or self._decide(device)
-        by_lt = policy.lt_bytes and (func in _LT or (func in _WITH_BIAS and adds_bias(args, self._versions[device])))
+        by_lt = policy.lt_bytes and (
+            func in _LT
+            or (func in _WITH_BIAS and adds_bias(args, self._versions[device]))
+            or (self.prefers_lt and func in _OF_MATRICES)
+        )
         passing: list[int] = []
         try:
             for library, size, persistent in self._orders[device]:
@@ -98,25 +108,57 @@ class Workspaces:
                 if address:
                     self._free(device, address)
 
+    def handle(self, device: int) -> None:
+        """To be called when the program asks for cuBLAS's handle, which comes with its workspace where those are kept."""
+        self._begin(device)
+        policy = self._policies.get(device) or self._decide(device)
+        if policy.cublas_persistent:
+            outgrown = self._take("cublas", device, policy.cublas_bytes, True)
+            if outgrown:
+                self._free(device, outgrown)
+
+    def size(self, library: str, device: int) -> int:
+        """How many bytes a workspace of "cublas" or "cublaslt" has from now on (``CublasHandlePool.cpp``)."""
+        policy = self._policies.get(device) or self._decide(device)
+        # (What the two share is no larger than cuBLAS's.)
+        shared = min(self._chosen.get(library, policy.cublas_bytes), policy.cublas_bytes)
+        return policy.cublas_bytes if library == "cublas" else policy.lt_bytes or shared
+
+    def choose(self, library: str, nbytes: int) -> None:
+        """The program's own size, before that of the variables (since 2.13)."""
+        self._chosen[library] = nbytes
+        self._policies.clear()
+
+    def _begin(self, device: int) -> None:
+        if self._outside[device].cublas:
+            self._library_takes("cublas", self._outside[device].cublas, device)
+
     def _decide(self, device: int) -> BlasPolicy:
         """At the first product, when PyTorch reads its variables too (``parseChosenWorkspaceSize``): a program may set them."""
-        policy = self._policies[device] = _policy(self._devices[device])
+        policy = _policy(self._devices[device])
+        policy = replace(
+            policy,
+            cublas_bytes=self._chosen.get("cublas", policy.cublas_bytes),
+            lt_bytes=policy.lt_bytes and self._chosen.get("cublaslt", policy.lt_bytes),
+        )
+        self._policies[device] = policy
         self._orders[device] = _in_order(policy)
         return policy
 
     def _take(self, library: str, device: int, size: int, persistent: bool) -> int:
-        """The address of a workspace for this call alone; 0 where there is none, or one that stays."""
+        """The address of what goes with this call: a workspace for it alone, or one that was too small; 0 where nothing does."""
         if not size:
             return 0
         key = (library, *self._handle(device))
-        if key in self._workspaces:
+        before, enough = self._workspaces.get(key, (0, 0))
+        if enough >= size:
             return 0
         with origin("workspace"):
             address = self._malloc(device, size)
         if not persistent:
             return address
-        self._workspaces[key] = address
-        return 0
+        self._workspaces[key] = address, size
+        return before
 
     def _handle(self, device: int) -> tuple[int, int, int]:
         thread = -1 if STATE.backward else threading.get_ident()
@@ -159,7 +201,7 @@ class Workspaces:
     def clear(self) -> None:
         """Gives all of them back, as `torch._C._cuda_clearCublasWorkspaces()` does."""
         persistent, self._workspaces = self._workspaces, {}
-        for (_, device, _, _), address in persistent.items():
+        for (_, device, _, _), (address, _) in persistent.items():
             self._free(device, address)
 
 

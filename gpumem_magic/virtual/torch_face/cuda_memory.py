@@ -161,8 +161,11 @@ class CudaMemory:
     # ---- snapshots
 
     def memory_snapshot(self, mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        """Of every pool, or of one (as a graph or a `MemPool` has its own)."""
         segments: list[dict[str, Any]] = snapshot_to_data(self._whole())["segments"]
-        return segments
+        if mempool_id is None:
+            return segments
+        return [segment for segment in segments if tuple(segment["segment_pool_id"]) == tuple(mempool_id)]
 
     def _snapshot(self, device: Any = None, augment_with_fx_traces: bool = False) -> dict[str, Any]:
         snapshot = snapshot_to_data(self._whole())

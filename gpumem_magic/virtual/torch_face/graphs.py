@@ -237,8 +237,8 @@ class VirtualMemPool:
         return 1
 
     def snapshot(self, include_traces: bool = True) -> list[dict[str, Any]]:
-        whole = torch.cuda.memory_snapshot()
-        return [segment for segment in whole if tuple(segment.get("segment_pool_id", (0, 0))) == self.id]
+        mine: list[dict[str, Any]] = torch.cuda.memory_snapshot(self.id, include_traces)
+        return mine
 
     def __del__(self) -> None:
         if not self._machine.engine.closed_because:

@@ -18,6 +18,7 @@ def install(patches: Patches, engine: Engine) -> None:
     original_address = kind.data_ptr
     original_cpu = kind.cpu
     original_copy: Any = kind.copy_
+    original_new: Any = kind.__new__
 
     def placed(storage: Any) -> Any:
         with engine.lock:
@@ -58,6 +59,16 @@ def install(patches: Patches, engine: Engine) -> None:
             source = cpu(source)
         return original_copy(self, source, non_blocking)
 
+    def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """``torch.UntypedStorage(100, device="cuda")``."""
+        where = kwargs.get("device")
+        if where is None or torch.device(where).type != "cuda":
+            return original_new(cls, *args, **kwargs)
+        content: Any = args[0] if args else kwargs.get("size", 0)
+        make = torch.empty if isinstance(content, int) else torch.tensor
+        return make(content, dtype=torch.uint8, device=where).untyped_storage()
+
+    patches.set(kind, "__new__", staticmethod(made))
     patches.set(kind, "device", property(device))
     patches.set(kind, "data_ptr", data_ptr)
     patches.set(kind, "cuda", cuda)

@@ -98,6 +98,11 @@ class Stream:
         self.stream_id = self.cuda_stream
         self._outer: list[Stream] = []
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        """The least and the greatest: PyTorch has streams of four priorities (``CUDAStream.h``)."""
+        return 0, -3
+
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to wait for."""
 
@@ -161,6 +166,14 @@ class Event:
 
     def query(self) -> bool:
         return True
+
+    def ipc_handle(self) -> bytes:
+        """As many bytes as `cudaIpcEventHandle_t` has. What another process makes of them waits for nothing either."""
+        return bytes(64)
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        return cls(interprocess=True)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Host milliseconds between the two records."""

@@ -61,6 +61,7 @@ class CudaFace:
             "StreamContext": streams.StreamContext, "device": streams.DeviceContext, "device_of": streams.DeviceOf,
             "_DeviceGuard": streams.DeviceContext, "stream": streams.StreamContext, "set_stream": streams.set_stream,
             "current_stream": self._current_stream, "default_stream": streams.default_stream,
+            "get_stream_from_external": streams.ExternalStream,
         }.items():  # fmt: skip
             _replace(patches, (torch.cuda, torch.cuda.streams), name, kind)
         patches.set(torch.cuda, "default_generators", self._generators)
@@ -211,9 +212,6 @@ class CudaFace:
             {f"sm_{major}{minor}" for major, minor in (gpu.model.capability for gpu in self._machine.devices)}
         )
 
-    def get_gencode_flags(self) -> str:
-        return ""
-
     def can_device_access_peer(self, device: Any, peer_device: Any) -> bool:
         return self._gpu(device) is not self._gpu(peer_device)
 
@@ -245,7 +243,9 @@ class CudaFace:
         """There is nothing to wait for."""
 
     def _no_reading(self, device: Any = None) -> int:
-        raise RuntimeError("a virtual GPU has no load, temperature, power or clock")
+        raise RuntimeError(
+            "a virtual GPU has no load, temperature, power or clock: leave this line out here, or run it on a real GPU"
+        )
 
     utilization = temperature = power_draw = clock_rate = memory_usage = _no_reading
 
