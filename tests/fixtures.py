@@ -120,7 +120,7 @@ def _segment(data: Sequence[Any]) -> Segment:
 def _moment_data(moment: Moment) -> list[Any]:
     (index,) = moment.positions
     counters = moment.counters[index]
-    return [moment.tick, moment.positions[index], *asdict(counters).values()]
+    return [moment.tick, moment.positions[index], *counters]
 
 
 def _moment(index: int, data: Sequence[Any]) -> Moment:

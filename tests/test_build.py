@@ -176,7 +176,7 @@ def test_the_iteration_that_fails_is_shown_to_where_it_came() -> None:
     failure = tape.moment()
     tape.device.free(leaving)
     span.__exit__(MemoryError, None, None)
-    tape.row("train()", 5, kind="error", at=replace(failure, tick=tape.ticks + 1))
+    tape.row("train()", 5, kind="error", at=failure._replace(tick=tape.ticks + 1))
     tape.ticks += 1
     tape.row(kind="after")
     error = Failure("torch.OutOfMemoryError", "CUDA out of memory", 5, 1 * GIB, 1 * GIB, 1 * GIB, 0, 0)
@@ -390,8 +390,8 @@ def test_a_growing_context_is_said() -> None:
     recording = tape.finish()
     point = recording.checkpoints[1]
     now = point.moment.counters[0]
-    grown = replace(now, context=CONTEXT + 64 * MIB, device_used=(now.device_used or 0) + 64 * MIB)
-    moment = replace(point.moment, counters={0: grown})
+    grown = now._replace(context=CONTEXT + 64 * MIB, device_used=(now.device_used or 0) + 64 * MIB)
+    moment = point.moment._replace(counters={0: grown})
     report = build(replace(recording, checkpoints=(recording.checkpoints[0], replace(point, moment=moment))))
     assert report.notes == ("The CUDA context grew by 64.0 MiB in conv(x), line 2.",)
 
@@ -405,8 +405,8 @@ def test_a_context_that_grows_again_and_again_is_said_once() -> None:
     rows = []
     for point, more in zip(recording.checkpoints, (0, 2, 158, 160), strict=True):
         now = point.moment.counters[0]
-        grown = replace(now, context=CONTEXT + more * MIB, device_used=(now.device_used or 0) + more * MIB)
-        rows.append(replace(point, moment=replace(point.moment, counters={0: grown})))
+        grown = now._replace(context=CONTEXT + more * MIB, device_used=(now.device_used or 0) + more * MIB)
+        rows.append(replace(point, moment=point.moment._replace(counters={0: grown})))
     report = build(replace(recording, checkpoints=tuple(rows)))
     said = "The CUDA context grew by 160 MiB, most of it (156 MiB) in y = x @ x, line 3."
     assert said in report.notes
@@ -441,7 +441,7 @@ def test_a_gap_is_named_and_not_spread() -> None:
     wrong = Counters(6 * MIB, point.moment.counters[0].reserved, None, None, None, None)
     recording = replace(
         recording,
-        checkpoints=(recording.checkpoints[0], replace(point, moment=replace(point.moment, counters={0: wrong}))),
+        checkpoints=(recording.checkpoints[0], replace(point, moment=point.moment._replace(counters={0: wrong}))),
     )
     report = build(recording)
     assert report.checkpoints[1].allocated == 5 * MIB
@@ -480,8 +480,8 @@ def test_other_devices_are_there_where_they_were_used() -> None:
         positions[index], counters[index] = len(logs[index].events), device.counters()
     points = [first.checkpoints[0]]
     moment = first.checkpoints[1].moment
-    points[0] = replace(points[0], moment=replace(points[0].moment, positions={0: 0, 1: 0, 2: 0}))
-    moment = replace(moment, positions={**moment.positions, **positions}, counters={**moment.counters, **counters})
+    points[0] = replace(points[0], moment=points[0].moment._replace(positions={0: 0, 1: 0, 2: 0}))
+    moment = moment._replace(positions={**moment.positions, **positions}, counters={**moment.counters, **counters})
     points.append(replace(first.checkpoints[1], moment=moment))
     report = build(replace(first, logs={**first.logs, **logs}, checkpoints=tuple(points)))
     assert report.device.index == 0

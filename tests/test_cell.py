@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from shell_fakes import FakeObserver, clean_shell
 
 from gpumem_magic.recording.cell import CellRun, compiles, names_in, prepare
+from gpumem_magic.recording.progress import CellProgress
 
 
 @pytest.fixture
@@ -30,6 +31,12 @@ def observe(shell: Any, body: str, observer: FakeObserver | None = None) -> tupl
     run = CellRun(shell, prepare(shell, textwrap.dedent(body).lstrip("\n")))
     run.observe(observer)
     return run.run(), observer
+
+
+class AtEndsOnly(FakeObserver):
+    """Wants to hear of ends alone."""
+
+    wants_beginnings = False
 
 
 def fail(shell: Any, body: str) -> tuple[BaseException, Any]:
@@ -691,3 +698,20 @@ def test_top_level_await_is_no_python_where_the_user_switched_it_off(shell: Any)
     shell.autoawait = False
     assert not compiles(shell, "await f()\n")
     assert not prepare(shell, "await f()\n").needs_await
+
+
+def test_an_observer_that_wants_no_beginnings_is_told_the_same_rows(shell: Any) -> None:
+    body = """
+        total = 0
+        for i in range(2):
+            total += i
+            if total:
+                break
+        """
+    _, both = observe(shell, body)
+    _, ends = observe(shell, body, AtEndsOnly())
+    assert both.started
+    assert ends.started == []
+    assert (ends.rows, ends.headers) == (both.rows, both.headers)
+    assert not CellProgress(None, None, "").wants_beginnings  # type: ignore[arg-type]
+    assert CellProgress(None, object(), "").wants_beginnings  # type: ignore[arg-type]

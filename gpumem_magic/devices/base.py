@@ -35,8 +35,7 @@ class DeviceFacts:
         return (self.total_bytes if self.smi_total_bytes is None else self.smi_total_bytes) or 0
 
 
-@dataclass(frozen=True)
-class Counters:
+class Counters(NamedTuple):
     """What allocator and driver report at a moment, in bytes; null (None) is unavailable, never 0.
 
     device_used = reserved + context + other_processes, or reserved + context_or_others where the driver can't tell this

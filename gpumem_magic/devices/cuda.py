@@ -166,7 +166,7 @@ class CudaDevice:
         shares, reserved = self._glanced
         if shares.device_used is not None:
             # Between two looks at the driver the device grows by what the allocator took.
-            shares = replace(shares, device_used=shares.device_used - reserved + reading.reserved)
+            shares = shares._replace(device_used=shares.device_used - reserved + reading.reserved)
         return _counters(reading, shares), sum(reading.counts)
 
     def _read_along(self) -> CountersReading:

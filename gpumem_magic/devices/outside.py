@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpumem_magic.devices.driver import DriverDevice
 
@@ -24,8 +24,7 @@ _FRESH = 0.002
 _SHARE = 20
 
 
-@dataclass(frozen=True)
-class Shares:
+class Shares(NamedTuple):
     """Bytes; None is not available. Either context and other_processes are known, or their sum, or nothing."""
 
     device_used: int | None = None

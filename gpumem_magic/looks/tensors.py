@@ -31,6 +31,7 @@ Named = tuple[str, torch.Tensor]
 
 _BASE: Any = torch._C.TensorBase
 # (Looked up once: they are asked for each parameter at each step.)
+_Tensor, _Parameter, _Module = torch.Tensor, torch.nn.Parameter, torch.nn.Module
 _is_leaf, _grad_of, _layout_of = (vars(_BASE)[name].__get__ for name in ("is_leaf", "grad", "layout"))
 _is_cuda, _device_of = vars(_BASE)["is_cuda"].__get__, _BASE.get_device
 # What a module's own dictionary is read by, whatever its class calls by that name.
@@ -61,16 +62,17 @@ no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorc
 
 
 def is_tensor(thing: object) -> bool:
-    return is_a(thing, torch.Tensor)
+    return issubclass(type(thing), _Tensor)
 
 
 def is_parameter(thing: object) -> bool:
     """As PyTorch has it: a tensor of another class may be one too."""
-    return is_a(thing, torch.nn.Parameter) or (is_tensor(thing) and attribute(thing, "_is_param") is True)
+    kind = type(thing)
+    return issubclass(kind, _Parameter) or (issubclass(kind, _Tensor) and attribute(thing, "_is_param") is True)
 
 
 def is_module(thing: object) -> bool:
-    return is_a(thing, torch.nn.Module)
+    return issubclass(type(thing), _Module)
 
 
 def is_optimizer(thing: object) -> bool:
@@ -256,7 +258,7 @@ def nameless_parameters(root: torch.nn.Module) -> Iterator[torch.Tensor]:
     todo: list[Iterator[Any]] = [iter((root,))]
     while todo:
         for module in todo[-1]:
-            if module is None or id(module) in seen or not is_module(module):
+            if not issubclass(type(module), _Module) or id(module) in seen:
                 continue
             seen.add(id(module))
             own = _own_of_module(module)
@@ -267,7 +269,7 @@ def nameless_parameters(root: torch.nn.Module) -> Iterator[torch.Tensor]:
             if type(parameters) is not dict or type(inner) is not dict:
                 parameters, inner = dict(table(module, PARAMETERS)), dict(table(module, MODULES))
             for tensor in [*parameters.values()] if parameters else ():
-                if tensor is not None and id(tensor) not in seen and is_tensor(tensor):
+                if id(tensor) not in seen and (type(tensor) is _Parameter or is_tensor(tensor)):
                     seen.add(id(tensor))
                     yield tensor
             if inner:

@@ -56,8 +56,7 @@ def failing_request(
 def moment_of_failure(moment: Moment, log: DeviceLog, event: int, timeline: Timeline) -> Moment:
     """`moment` (when the error reached us) put back, on the log's device, to just after the failing request."""
     device, position = log.facts.index, event + 1
-    return replace(
-        moment,
+    return moment._replace(
         positions={**moment.positions, device: position},
         counters={**moment.counters, device: counters_at(timeline, position, moment.counters[device])},
     )
@@ -67,7 +66,7 @@ def counters_at(timeline: Timeline, position: int, now: Counters) -> Counters:
     """What the counters said at an earlier position. The context and other processes are taken to be as `now`."""
     reserved = timeline.reserved_at(position)
     used = None if now.device_used is None else now.device_used - now.reserved + reserved
-    return replace(now, allocated=timeline.allocated_at(position), reserved=reserved, device_used=used)
+    return now._replace(allocated=timeline.allocated_at(position), reserved=reserved, device_used=used)
 
 
 def with_event(failure: Failure, log: DeviceLog, event: int, timeline: Timeline) -> Failure:

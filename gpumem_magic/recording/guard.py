@@ -47,7 +47,7 @@ class Guard:
         if self._outermost is entered:
             self._outermost = None
             self.seconds += perf_counter() - entered.began
-        if not swallows(error):
+        if error is None or not swallows(error):
             return False
         # The words of the error only: the object holds the user's frames.
         self.add_note(f"gpumem_magic failed at {entered.task}: {type(error).__name__}: {error}")

@@ -69,7 +69,8 @@ class CellObserver(Protocol):
     both before it jumps. A compound statement: `before_statement` as it begins, then `after_statement` with
     ``statement.header`` each time that its head has worked: the next item of a loop fetched (iteration then counts this
     loop too), its end found (iteration no longer counts it), a test evaluated, a ``with`` entered and left. ``except`` has only
-    a header row, at the start of its body. A statement that raises has no `after_statement`.
+    a header row, at the start of its body. A statement that raises has no `after_statement`. An observer whose
+    ``wants_beginnings`` is False has no `before_statement` called.
     """
 
     def before_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None: ...
@@ -127,6 +128,7 @@ class StatementHook:
         self._counters = [0] * len(sites)
         self._seen: list[tuple[int, ...] | None] = [None] * len(sites)
         self._current = 0
+        self._tells_beginnings = bool(getattr(observer, "wants_beginnings", True))
         self._devices: Devices | None = getattr(observer, "devices", None)
         self._rests: dict[int, Rest] = {
             index: _RESTS[site.statement.kind]() for index, site in enumerate(sites) if site.statement.kind in _RESTS
@@ -165,7 +167,7 @@ class StatementHook:
         self._current = self._began = index
         self._opened = False
         self._seen[index] = iteration = self._iteration(index)
-        if self._observer is not None:
+        if self._observer is not None and self._tells_beginnings:
             try:
                 tell = self._observer.before_statement
                 self._builtins.run(tell, self._sites[index].statement, iteration, self._lines(index))

@@ -286,12 +286,12 @@ class Witness:
     def _known_parameters(self) -> _Parameters:
         """Each once, under the first of its names."""
         found: dict[int, Named] = {}
-        of_modules = map(self._parameters_in, _alive(self._modules))
-        for names, parameters in chain(of_modules, map(self._parameters_of, _alive(self._optimizers))):
-            ids = [*map(id, parameters)]
-            if not found.keys() >= set(ids):
-                for one, named in zip(ids, zip(names, parameters, strict=True), strict=True):
-                    found.setdefault(one, named)
+        for module in _alive(self._modules):
+            _add_new(found, *self._parameters_in(module))
+        for optimizer in _alive(self._optimizers):
+            # (Most often it has those of the modules, and their names need not be put together.)
+            if not found.keys() >= set(map(id, tensors.parameters_of(optimizer))):
+                _add_new(found, *self._parameters_of(optimizer))
         return [name for name, _ in found.values()], [parameter for _, parameter in found.values()]
 
     def _see_gradients(self) -> None:
@@ -369,6 +369,8 @@ class Witness:
 
     def _places(self, tensor: torch.Tensor) -> list[tuple[int, int]]:
         """Where its memory is, by device and address."""
+        if (plain := self._machine.plain_place(tensor)) is not None:
+            return [plain]
         if not tensors.has_python_key(tensor):
             where = self._machine.locate(tensor)
             return [] if where is None else [where]
@@ -387,6 +389,17 @@ class Witness:
 
 
 _NEVER = (-1, -1)
+
+
+def _add_new(found: dict[int, Named], names: Sequence[str], parameters: Sequence[torch.Tensor]) -> None:
+    """By their ids, those that are not there yet."""
+    ids = [*map(id, parameters)]
+    named = zip(names, parameters, strict=True)
+    if not found and len(set(ids)) == len(ids):
+        found.update(zip(ids, named, strict=True))
+        return
+    for one, both in zip(ids, named, strict=True):
+        found.setdefault(one, both)
 
 
 def _left_by(error: BaseException) -> Iterator[FrameType]:

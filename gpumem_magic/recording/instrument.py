@@ -12,6 +12,7 @@ import sys
 from collections.abc import Container, Mapping
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -62,7 +63,7 @@ class Statement:
     function: str = ""
     ended: bool = False
 
-    @property
+    @cached_property
     def label(self) -> str:
         """Its first line, for a reader."""
         first = self.text.partition("\n")[0]

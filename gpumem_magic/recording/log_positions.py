@@ -39,5 +39,5 @@ class PositionTranslator:
                 for index, position in moment.positions.items()
             }
             # The old moment is kept beside the new one, so that its id stays its own.
-            known = self._moments[id(moment)] = moment, replace(moment, positions=positions)
+            known = self._moments[id(moment)] = moment, moment._replace(positions=positions)
         return known[1]

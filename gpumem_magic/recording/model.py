@@ -35,8 +35,7 @@ NOBODY = -1
 """Stands for no module where a module's number could."""
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Per device index: how many events of its log had happened, and what its counters said.
 
     tick: the recorder's own count of moments. It orders those between which no memory moved.

@@ -32,6 +32,10 @@ class CellProgress:
         """Whether it may end a loop."""
         return self._limit is not None
 
+    @property
+    def wants_beginnings(self) -> bool:
+        return self._limit is not None
+
     def before_statement(self, statement: Statement, iteration: tuple[int, ...], loops: tuple[int, ...]) -> None:
         if self._limit is not None:
             self._limit.statement_began(statement)

@@ -84,6 +84,8 @@ class Recorder:
         self._phases: Phases | None = None
         self._modules: ModuleWatch | None = None
         self._most = most
+        # The lists that grow, for a look at their weight.
+        self._seen: Seen | None = None
         self._left_out: Counter[int] = Counter()
         self._untold: Counter[int] = Counter()
         self.moves = 0
@@ -157,6 +159,7 @@ class Recorder:
                 self._modules,
                 self._phase_began,
             )
+            self._seen = Seen(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
             self._phases.start()
             self.checkpoint("before", "before")
         except BaseException:
@@ -367,10 +370,8 @@ class Recorder:
 
     def _grown(self) -> None:
         """Thins what is kept, once it is too much."""
-        if self._phases is None or self._witness is None:
-            return
-        seen = Seen(self._checkpoints, self._phases.spans, self._witness.sightings, self._left_out)
-        if seen.weight <= self._most:
+        seen = self._seen
+        if seen is None or self._phases is None or seen.weight <= self._most:
             return
         thin(seen, self._primary, self._most)
         # Where iterations are huge, little can be left out: not to try again at once.
