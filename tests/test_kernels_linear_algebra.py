@@ -259,3 +259,21 @@ def test_eigenvalues_of_any_matrix_are_made_apart_since_2_11(dtype: torch.dtype,
     assert made(lambda: linalg.eig(a)) == [values, vectors]
     gpu.turn_off()
     gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
+
+
+def test_values_alone_are_written_where_they_shall_be() -> None:
+    """What is worked in beside them is the same: those that `out=` names are no memory of the kernel's."""
+    square, few = matrix(5, 5), matrix(5)
+    many = torch.zeros(5, dtype=torch.complex64, device="cuda")
+    for function, out in ((linalg.eigvalsh, few), (linalg.svdvals, few), (linalg.eigvals, many)):
+        returned = made(lambda function=function: function(square))
+        written = made(lambda function=function, out=out: function(square, out=out))
+        returned.remove(out.nbytes)
+        assert sorted(written) == sorted(returned)
+
+
+def test_matrices_without_numbers_are_looked_at_too() -> None:
+    """Recorded on an H100: whether all are finite, a code, and whether it says that it went wrong; no factors."""
+    empty = torch.zeros(1, 1, 0, 0, dtype=torch.complex128, device="cuda")
+    assert made(lambda: linalg.eig(empty)) == [1, 4, *ONE_CODE]
+    assert made(lambda: linalg.solve(empty, empty)) == [4, *ONE_CODE]

@@ -120,3 +120,29 @@ def test_a_matrix_of_coordinates_works_in_a_few_bytes() -> None:
     dense = torch.ones(4, 2, device="cuda")
     # Zeros and the result; rows in compressed form from 32 bits, columns, the result by columns; three numbers less a byte.
     assert made(lambda: coordinates @ dense) == [32, 32, 20, 16, 16, 32, 11]
+
+
+def test_weights_that_are_no_fractions_are_made_so_before_they_are_counted() -> None:
+    """Recorded on an H100: the weights in float64 to the end; bytes have no lowest that could be below zero."""
+    places, weights = on_device(1, 0, 1, 0, 1).int(), on_device(1, 2, 3, 4, 5)
+    assert made(lambda: torch.bincount(places, weights)) == [40, 4, 4, 16]
+    double, byte = weights.double(), places.byte()
+    assert made(lambda: torch.bincount(places, double)) == [4, 4, 16]
+    assert made(lambda: torch.bincount(byte, weights)) == [40, 1, 16]
+
+
+@pytest.mark.parametrize(("dtype", "blocks"), [(torch.int32, [8, 40]), (torch.uint8, [8, 40]), (torch.float32, [4])])
+def test_the_trace_is_the_sum_of_the_diagonal(dtype: torch.dtype, blocks: list[int]) -> None:
+    """Whole numbers are added up in 64 bits, in a copy."""
+    square = torch.zeros(5, 5, dtype=dtype, device="cuda")
+    assert made(square.trace) == blocks
+    with pytest.raises(RuntimeError, match="trace: expected a matrix"):
+        square[0].trace()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float16, 4), (torch.bfloat16, 4), (torch.float64, 8)])
+def test_the_least_norm_of_similar_vectors_is_as_wide_as_their_sums(dtype: torch.dtype, least: int) -> None:
+    pair = torch.ones(2, 2, 3, dtype=dtype, device="cuda")
+    norms, whole = 6 * dtype.itemsize, 12 * dtype.itemsize
+    blocks = [norms, norms, norms, norms, least, whole, whole, whole, norms]
+    assert made(lambda: torch.cosine_similarity(pair, pair, -2)) == blocks

@@ -175,3 +175,15 @@ def test_a_mask_of_what_may_be_seen_becomes_one_that_is_added(version: str, size
     assert taken[: len(sizes)] == sizes
     # The scaled query.
     assert taken[len(sizes)] == query.nbytes
+
+
+def test_the_efficient_kernels_gradient_takes_a_scale_of_the_programs() -> None:
+    """The operator itself, as libraries call it: gradients, sums, and parts where numbers are in single precision (an H100's)."""
+    gpu.turn_on("H100,torch=2.11")
+    query = torch.zeros(4, 11, 4, 8, device="cuda", requires_grad=True)
+    key, value = (torch.zeros(4, 32, 4, 8, device="cuda", requires_grad=True) for _ in range(2))
+    attend: Any = torch.ops.aten._efficient_attention_forward
+    out = attend(query, key, value, None, None, None, None, None, 0.5, 2, True, scale=1.0)[0]
+    gradient = torch.zeros_like(out)
+    blocks = [5632, 16384, 16384, 5632, 704, 704, 262400]
+    assert made(lambda: torch.autograd.grad(out, (query, key, value), gradient))[-7:] == blocks

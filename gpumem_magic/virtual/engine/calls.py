@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._decomp import decomposition_table
 
 from gpumem_magic.looks.code import TORCH, whose
 from gpumem_magic.virtual.engine.modes import STATE
@@ -91,7 +92,7 @@ def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 # Those with a kernel of CUDA's own, though the host has none.
-_WRITTEN_BY_CUDA = frozenset(("aten::split_with_sizes_copy", "aten::_chunk_cat"))
+_WRITTEN_BY_CUDA = frozenset(("aten::split_with_sizes_copy", "aten::_chunk_cat", "aten::mode"))
 
 
 def writes_by_others(func: Any) -> bool:
@@ -125,6 +126,19 @@ def giving(func: Any) -> Any:
         if other is not func and [(argument.name, str(argument.type)) for argument in arguments] == wanted:
             return other
     return None
+
+
+def shaped_like(func: Any) -> Any:
+    """Of an operator with ``out=`` whose shapes PyTorch does not know without its kernel the one that returns them; else None.
+
+    It knows them by a kernel for meta tensors, or where an operator is made of others."""
+    has_kernel, name = torch._C._dispatch_has_kernel_for_dispatch_key, func.name()
+    keys = ("Meta", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
+    known = func in decomposition_table or any(has_kernel(name, key) for key in keys)
+    if known and func._schema.name not in _WRITTEN_BY_CUDA:
+        return None
+    lists = any(argument.is_out and str(argument.type) != "Tensor" for argument in func._schema.arguments)
+    return None if lists else giving(func)
 
 
 def with_constants(func: Any, args: Any) -> Any:

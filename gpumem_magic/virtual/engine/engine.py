@@ -55,6 +55,7 @@ from gpumem_magic.virtual.engine.calls import (
     may_resize,
     node_now,
     run_in_parts,
+    shaped_like,
     sparse_layout,
     users_line,
     with_constants,
@@ -149,7 +150,7 @@ class Met(NamedTuple):
     arguments that look alike, unless `plain` says no.
     body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
     may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
-    stays_apart: see `may_not_meet`.
+    stays_apart: see `may_not_meet`. like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
     """
 
     func: Any
@@ -166,6 +167,7 @@ class Met(NamedTuple):
     asks: bool
     writes: bool
     stays_apart: bool
+    like: Any
 
 
 @functools.cache
@@ -484,6 +486,7 @@ class Engine:
             plain is not None and func not in PLAIN_BY_LOOKS,
             not allocates and writes_first(func),
             may_not_meet(func),
+            shaped_like(func) if resizes and handler is None else None,
         )
         return met
 
@@ -520,8 +523,8 @@ class Engine:
     def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
         kernel takes besides."""
-        out = self.fake_call(func, args, kwargs)
         met = self._met.get(id(func)) or self._meet(func)
+        out = self.fake_call(func, args, kwargs) if met.like is None else self._into(met, args, kwargs)
         if met.on_host is not None:
             out = met.on_host(self, func, out, device)
         self.settle(out, met.allocates)
@@ -529,6 +532,17 @@ class Engine:
             self._follow_resized(out)
         self._beside(met, func, args, kwargs, out, device)
         return out
+
+    def _into(self, met: Met, args: Any, kwargs: Any) -> Any:
+        """Gives what ``out=`` names the sizes of the results that the other operator returns."""
+        written = [argument.name for argument in met.func._schema.arguments if argument.is_out]
+        others = {name: value for name, value in kwargs.items() if name not in written}
+        made = self.fake_call(met.like, args, others)
+        given = tuple(kwargs[name] for name in written)
+        for one, like in zip(given, made if isinstance(made, (tuple, list)) else (made,), strict=True):
+            if one.shape != like.shape:
+                self.fake_call(aten.resize_.default, (one, like.shape), {})
+        return given if len(given) > 1 else given[0]
 
     def _beside(
         self, met: Met, func: Any, args: Any, kwargs: Any, out: Any, device: int, answer: Answer | None = None

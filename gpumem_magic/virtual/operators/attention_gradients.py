@@ -102,6 +102,9 @@ _EFFICIENT = (
 
 @special(*_EFFICIENT)
 def _of_plain_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if func is _EFFICIENT[1]:
+        # (PyTorch's rule for shapes has no place for the result, and so takes a later argument for the scale.)
+        kwargs = {name: value for name, value in kwargs.items() if name != "scale"}
     with engine.scratch(device, *copies_by_token(args[:1], func is _EFFICIENT[0])):
         if func is _EFFICIENT[0] or args[4] is not None:
             return engine.run(func, args, kwargs, device)

@@ -22,7 +22,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import has_others, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.copies import laid_out
@@ -350,7 +350,7 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
     norms = [torch.linalg.vector_norm(one, 2, dim, keepdim=True).clone() for one in pair]
     with torch.no_grad():
         on_device = version_of(x1) >= _LEAST_ON_DEVICE_FROM
-        least: Any = torch.scalar_tensor(eps, dtype=kind, device=x1.device) if on_device else eps
+        least: Any = torch.scalar_tensor(eps, dtype=accumulator(kind), device=x1.device) if on_device else eps
         for norm in norms:
             norm.clamp_min_(least)
     # What C++ makes in one expression it makes from right to left, and it goes at its end, the last first.

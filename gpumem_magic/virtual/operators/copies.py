@@ -317,16 +317,31 @@ def _grown(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
     return [out.element_size()] if out.numel() and growing.fills(engine, device) else []
 
 
+_IN_PLACE_SCANS = frozenset(overloads("cumsum_ cumprod_"))
+
+
 @special(*overloads("cumsum cumprod cumsum_ cumprod_ cumsum.out cumprod.out"), table=BESIDE)
 def _scan(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """In the result's type, then side by side, as the result is; one row alone is CUB's (``ScanUtils.cuh``)."""
     source = args[0]
-    if not source.dim() or not source.numel():
+    if not source.dim():
+        # A number is filled with itself, if it is written in place: with a copy (`fill_` in ``Fill.cpp``).
+        return [bytes_of(out)] if func in _IN_PLACE_SCANS else []
+    if not source.numel():
         return []
     converted = source.dtype != out.dtype
     laid_out = not source.is_contiguous() and (is_dense(source) or not converted)
     copied = converted + laid_out + (not out.is_contiguous())
     return [bytes_of(out)] * copied + _of_one_row(engine, device, func, args, kwargs, out)
+
+
+@special(_aten._cummax_helper.default, _aten._cummin_helper.default)
+def _extremes_so_far(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
+    """What `cummax` and `cummin` have for ``out=``: results side by side (`cummax_helper_cuda` in ``ScanKernels.cpp``).
+
+    (It has no shape rule, and returns nothing.)"""
+    with engine.scratch(device, *copies_of(*args[1:3])):
+        pass
 
 
 def _is_floating(engine: Engine, args: Any, kwargs: Any) -> bool:

@@ -313,18 +313,24 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     if not args[0].numel():
         return _placed(engine, (size,), dtype, device)
     # The lowest and the highest are looked for first: one after the other, since 2.12 at once, and then held to the end.
-    ends = _ends(engine, device, args[0])
-    out = _placed(engine, (size,), dtype, device)
-    del ends
+    with ExitStack() as held:
+        if weights is not None and weights.dtype not in (torch.float32, torch.float64):
+            # The weights are made float64 before (`_bincount_cuda` in ``SummaryOps.cu``).
+            held.enter_context(engine.scratch(device, weights.numel() * torch.float64.itemsize))
+        ends = _ends(engine, device, args[0], lowest=args[0].dtype != torch.uint8)
+        out = _placed(engine, (size,), dtype, device)
+        del ends
     return out
 
 
-def _ends(engine: Engine, device: int, source: Any) -> Any:
-    """The lowest and the highest element, if both are there at the end."""
+def _ends(engine: Engine, device: int, source: Any, lowest: bool = True) -> Any:
+    """The lowest and the highest element, if both are there at the end. lowest: whether that is looked for, too, by versions that
+    look for one after the other."""
     with pushed(engine.mode):
         if engine.memory.torch_version(device) >= _AT_ONCE_FROM:
             return source.aminmax()
-        source.min()
+        if lowest:
+            source.min()
         source.max()
     engine.table.drain()
     return None

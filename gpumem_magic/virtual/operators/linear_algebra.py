@@ -92,6 +92,8 @@ def _factorize(engine: Engine, device: int, matrices: Any) -> None:
     """What the kernel of `lu_factor` takes."""
     rows, columns = matrices.shape[-2:]
     batch = _batch(matrices.shape)
+    if not matrices.numel():
+        return
     if _is_by_cublas(rows, columns, batch):
         _by_cublas(engine, device, batch, 1)
     elif rows == columns and batch == 1:
@@ -565,11 +567,19 @@ def _eigh_kernel(*_: Any, **named: Any) -> str:
     return "linalg_eigh_cuda"
 
 
-@special(_aten._linalg_eigh.default)
+def _results(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, order: Sequence[int]) -> Any:
+    """An operator's results, which come in this order; those that ``out=`` names are there."""
+    if func._schema.is_mutable:
+        return engine.run(func, args, kwargs, device)
+    out = engine.fake_call(func, args, kwargs)
+    engine.settle(tuple(out[place] for place in order))
+    return out
+
+
+@special(_aten._linalg_eigh.default, _aten._linalg_eigh.eigenvalues)
 def _eigh(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The vectors come before the values (`_linalg_eigh` in ``BatchLinearAlgebra.cpp``)."""
-    out = engine.fake_call(func, args, kwargs)
-    engine.settle(out[::-1])
+    out = _results(engine, func, args, kwargs, device, (1, 0))
     codes = _batch(args[0].shape)
     if args[0].numel():
         with engine.scratch(device, 0 if out[1].numel() else bytes_of(args[0]), codes * _CODE):
@@ -590,21 +600,25 @@ def _eig_kernel(*_: Any, **named: Any) -> str:
     return "linalg_eig_cuda"
 
 
-@special(_aten.linalg_eig.default, _aten._linalg_eigvals.default)
+_WITH_VECTORS = (_aten.linalg_eig.default, _aten.linalg_eig.out)
+
+
+@special(*_WITH_VECTORS, _aten._linalg_eigvals.default, _aten.linalg_eigvals.out)
 def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """MAGMA worked on the host. cuSOLVER makes complex results apart, from real ones where the matrices are real, and they are
     copied into those that are returned (`linalg_eig_out_info` in ``BatchLinearAlgebra.cpp``; recorded on an H100 with 2.11)."""
     matrices = args[0]
-    if engine.memory.torch_version(device) < _EIG_BY_CUSOLVER_FROM or not matrices.numel():
+    if engine.memory.torch_version(device) < _EIG_BY_CUSOLVER_FROM:
         return engine.run(func, args, kwargs, device)
-    wants_vectors = func is _aten.linalg_eig.default
+    wants_vectors = func in _WITH_VECTORS
     if wants_vectors:
         with pushed(engine.mode):
             flags = torch.isfinite(matrices)
         _ask_for_all(engine, flags)
         del flags
         engine.table.drain()
-    out = engine.fake_call(func, args, kwargs)
+    is_there = func._schema.is_mutable
+    out = engine.run(func, args, kwargs, device) if is_there else engine.fake_call(func, args, kwargs)
     values, vectors = out if wants_vectors else (out, None)
     codes, is_real = _batch(matrices.shape), not matrices.is_complex()
     with engine.scratch(device, codes * _CODE), ExitStack() as of_values, ExitStack() as of_vectors:
@@ -618,7 +632,8 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
                 if vectors is not None:
                     real.enter_context(engine.scratch(device, bytes_of(matrices)))
             with engine.scratch(device, bytes_of(matrices)):
-                _by_cusolver(engine, device, cusolver.geev(matrices.shape[-1], matrices.element_size()))
+                if matrices.numel():
+                    _by_cusolver(engine, device, cusolver.geev(matrices.shape[-1], matrices.element_size()))
             if is_real:
                 # Whether any has an imaginary part.
                 with pushed(engine.mode):
@@ -626,7 +641,8 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
                 _ask_for_all(engine, flags)
                 del flags
                 engine.table.drain()
-        engine.settle(out)
+        if not is_there:
+            engine.settle(out)
         of_vectors.close()
         of_values.close()
         _look_at_codes(engine, device, codes)
@@ -642,11 +658,10 @@ def _svd_kernel(matrices: Any, *_: Any, driver: str | None = None, **named: Any)
     return f"svd_cuda_gesvdj{'Batched' * (max(matrices.shape[-2:]) <= _BATCHED_JACOBI)}"
 
 
-@special(_aten._linalg_svd.default)
+@special(_aten._linalg_svd.default, _aten._linalg_svd.U)
 def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The vectors of both sides come before the values (`_linalg_svd` in ``BatchLinearAlgebra.cpp``)."""
-    out = engine.fake_call(func, args, kwargs)
-    engine.settle((out[0], out[2], out[1]))
+    out = _results(engine, func, args, kwargs, device, (0, 2, 1))
     if args[0].numel():
         codes = _batch(args[0].shape)
         with engine.scratch(device, codes * _CODE):

@@ -101,12 +101,12 @@ def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])
 
 
-_COPIED = overloads("_fft_c2c.out _fft_c2r.out mvlgamma.out cholesky.out")
+_COPIED = overloads("_fft_c2c.out _fft_c2r.out mvlgamma.out cholesky.out histc.out")
 
 
 @special(*_COPIED)
 def _made_and_copied(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Kernels of CUDA's that make a result, and copy it (``SpectralOps.cpp``, ``BatchLinearAlgebra.cpp``, ...)."""
+    """Kernels of CUDA's that make a result, and copy it (``SpectralOps.cpp``, ``SummaryOps.cu``, ...)."""
     others = {name: value for name, value in kwargs.items() if name != "out"}
     with pushed(engine.mode):
         result, out = giving(func)(*args, **others), kwargs["out"]
@@ -160,6 +160,27 @@ def _power(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
         return engine.run(func, args, kwargs, device)
     with engine.scratch(device, args[0].numel() * kind.itemsize):
         return engine.run(func, args, kwargs, device)
+
+
+@special(_aten.trace.default)
+def _trace(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The sum of the diagonal (`trace_cuda` in ``TriangularOps.cu``)."""
+    engine.fake_call(func, args, kwargs)
+    with pushed(engine.mode):
+        return args[0].diagonal().sum()
+
+
+@special(_aten.addbmm_.default)
+def _added_to(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """What is added to is made as large as the product (`addbmm_impl_` in ``LinearAlgebra.cpp``)."""
+    target, left, right = args[:3]
+    shape = (left.shape[1], right.shape[2])
+    if left.dim() == right.dim() == 3 and target.shape != shape:
+        with pushed(engine.mode):
+            # (Which refuses what can't be.)
+            target.expand(shape)
+            target.resize_(shape)
+    return engine.run(func, args, kwargs, device)
 
 
 @special(_aten.dequantize.self)
