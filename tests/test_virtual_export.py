@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,3 +118,11 @@ def test_what_needs_more_than_a_trace_is_refused_by_name() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.export.draft_export(nn.Linear(2, 2), (torch.rand(2, 2),))
+
+
+def test_onnx_through_torchscript_wants_the_weights() -> None:
+    pytest.importorskip("torch.onnx._internal.torchscript_exporter.utils")
+    with pytest.raises(
+        NotImplementedError, match=r"torch\.onnx\.export cannot take .* before it is moved to the device"
+    ):
+        torch.onnx.export(nn.Linear(4, 3).cuda(), (torch.rand(2, 4, device="cuda"),), io.BytesIO(), dynamo=False)

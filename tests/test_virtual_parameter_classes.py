@@ -113,3 +113,26 @@ def test_optimizers_take_such_parameters_one_by_one() -> None:
     alone = _step_takes(torch.nn.Parameter, foreach=False)
     assert _step_takes(Bare) == alone
     assert _step_takes(torch.nn.Parameter) > alone
+
+
+@pytest.mark.parametrize("where", ["named", "default", "moved"])
+def test_a_lazy_module_has_its_weights_where_they_were_to_be(where: str) -> None:
+    if where == "named":
+        layers = [torch.nn.LazyConv2d(3, 3, device="cuda"), torch.nn.LazyBatchNorm2d(device="cuda")]
+    elif where == "default":
+        with torch.device("cuda"):
+            layers = [torch.nn.LazyConv2d(3, 3), torch.nn.LazyBatchNorm2d()]
+    else:
+        layers = [torch.nn.LazyConv2d(3, 3).cuda(), torch.nn.LazyBatchNorm2d().cuda()]
+    weight = layers[0].weight
+    model = torch.nn.Sequential(*layers)
+    # (PyTorch itself copies no buffer without a size.)
+    twin = torch.nn.Sequential(copy.deepcopy(layers[0]), torch.nn.BatchNorm2d(3, device="cuda"))
+    before = torch.cuda.memory_allocated()
+    for made in (model, twin):
+        made(torch.ones(2, 2, 8, 8, device="cuda")).sum().backward()
+        assert {tensor.device.type for tensor in made.state_dict().values()} == {"cuda"}
+        assert {one.grad is not None for one in made.parameters()} == {True}
+    assert model[0].weight is weight
+    assert torch.cuda.memory_allocated() > before
+    assert torch.nn.LazyLinear(3, device="cpu")(torch.ones(1, 2)).device.type == "cpu"

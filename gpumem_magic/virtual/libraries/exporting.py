@@ -31,6 +31,12 @@ def prepare_ahead(module: ModuleType, patches: Patches) -> None:
     _refuse(module, patches, "compile_fx_aot", why, "AOTInductor")
 
 
+def prepare_onnx(module: ModuleType, patches: Patches) -> None:
+    """(The exporter through TorchScript, which reads the weights in C++.)"""
+    why = "it writes the weights, whose values are not there. Export the model before it is moved to the device"
+    _refuse(module, patches, "export", why, "torch.onnx.export")
+
+
 def _refuse(module: ModuleType, patches: Patches, name: str, why: str, called: str = "") -> None:
     original: Any = getattr(module, name, None)
     if original is None:

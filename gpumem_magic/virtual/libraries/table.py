@@ -34,6 +34,7 @@ _PREPARE: dict[str, Prepare] = {
     "torch._inductor.compile_fx": exporting.prepare_ahead,
     "torch.export._draft_export": exporting.prepare_draft,
     "torch.export.pt2_archive._package": exporting.prepare_archive,
+    "torch.onnx._internal.torchscript_exporter.utils": exporting.prepare_onnx,
     "torch.nn.attention.flex_attention": flex.prepare,
     "torch._prims.rng_prims": repeated_draws.prepare,
     "transformers.utils.import_utils": hugging_face.prepare,

@@ -105,7 +105,17 @@ def install(patches: Patches) -> None:
 
     patches.set(torch.nn.Module, "_apply", apply)
     for kind in _LAZY:
+        patches.set(kind, "__new__", staticmethod(_made_lazily(kind.__new__)))
         patches.set(kind, "materialize", _materialized(kind.materialize))
+    copied: Any = UninitializedParameter.__deepcopy__
+
+    def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+        copy = copied(self, memo)
+        if _LATER in self.__dict__:
+            copy.__dict__[_LATER] = self.__dict__[_LATER]
+        return copy
+
+    patches.set(UninitializedParameter, "__deepcopy__", deepcopy)
     patches.set(torch.Tensor, "data", property(original_data.__get__, set_data))  # type: ignore[attr-defined]
 
 
@@ -124,6 +134,25 @@ def _but_lazily(fn: _Convert) -> _Convert:
         return tensor
 
     return convert
+
+
+def _made_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A parameter without a size lies on the host until it has one, also where the program names the device at once."""
+
+    def make(cls: type, *args: Any, **kwargs: Any) -> Any:
+        named = args[1] if len(args) > 1 else kwargs.get("device")
+        place = torch.get_default_device() if named is None else torch.device(named)
+        if place.type != "cuda":
+            return original(cls, *args, **kwargs)
+        if len(args) > 1:
+            args = (args[0], "cpu", *args[2:])
+        else:
+            kwargs = {**kwargs, "device": "cpu"}
+        made = original(cls, *args, **kwargs)
+        made.__dict__[_LATER] = place, made.dtype
+        return made
+
+    return make
 
 
 def _materialized(original: Callable[..., None]) -> Callable[..., None]:
