@@ -596,6 +596,17 @@ def test_the_last_part_of_a_category_is_told_with_all_of_it_where_more_is_left()
     )
 
 
+def test_workspace_is_one_item_whichever_line_asked_for_it_first() -> None:
+    groups = [
+        TensorGroup(32 * MIB, 1, "workspace", statement="f(x)", line=3, expression="f(x)"),
+        TensorGroup(33 * MIB, 2, "workspace"),
+        TensorGroup(16 * MIB, 1, "workspace", "uint8", (16 * MIB,), operator="convolution", statement="g(x)", line=4),
+        TensorGroup(20 * MIB, 4, "parameters", kept_by="net"),
+    ]
+    told = in_words(groups, {"workspace": 81 * MIB, "parameters": 20 * MIB})
+    assert told == "81.0 MiB are workspace (scratch memory of cuBLAS and cuDNN)"
+
+
 def test_json_on_standard_output_is_all_that_is_there(
     show: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

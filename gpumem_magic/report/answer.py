@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS
@@ -275,7 +276,10 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
     for one in groups:
         if not one.category:
             continue
-        if one.category in OF_A_MODEL or one.shape is None:
+        if one.category in _EXPLAINED:
+            # What asked for it first says little: a library keeps it.
+            found[one.category, None].append(replace(one, shape=None, statement="", line=0, expression="", inner=""))
+        elif one.category in OF_A_MODEL or one.shape is None:
             found[one.category, one.kept_by, one.line, one.operator == TRIALS].append(one)
         else:
             found[one.shape, one.dtype, one.line, one.inner].append(one)
