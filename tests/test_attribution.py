@@ -289,6 +289,15 @@ def test_each_stream_has_workspaces_of_its_own() -> None:
     assert {label_of(recording, one) for one in workspaces} == {Label("workspace", "inferred")}
 
 
+def test_what_a_graph_keeps_is_no_workspace_whatever_its_size() -> None:
+    tape = Tape(FakeDevice(kind="cuda"))
+    workspace, saved = tape.device.alloc(32 * MIB), tape.device.alloc(32 * MIB)
+    held = Hold(0, tape.position, saved, KEPT_BY_GRAPH, "loss", "float32", (8 << 20,))
+    recording = tape.finish(holds=(held,))
+    assert label_of(recording, workspace) == Label("workspace", "inferred")
+    assert label_of(recording, saved) == Label("activations", "identity")
+
+
 def test_a_workspace_that_is_cleared_is_one_still() -> None:
     """Lightning has PyTorch give them back at the end of a training."""
     tape = Tape(FakeDevice(kind="cuda"))

@@ -7,7 +7,7 @@ death), "stack" (where the request came from), "inferred", or "unknown".
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.attribution import sites
@@ -68,15 +68,17 @@ def attribute(
         **copies_of_weights(log, timeline.allocations, held, map_, spans),
         **grown_keys_and_values(log.births, timeline.allocations, map_),
     }
-    # (What is held by an object may be as large: a weight of 4096 x 4096 in 16 bits is.)
-    left = ((one.requested, one.stream) for one in timeline.allocations if one.freed is None and one.index not in held)
-    sizes = workspace_sizes(log.facts.kind, left)
     in_graphs = ((one.address, one.position) for one in holds if one.device == device and one.keeper == KEPT_BY_GRAPH)
     saved = {one.index for one in tenants(timeline.allocations, in_graphs) if one is not None}
-    told.update(_of_cublaslt(timeline, held, saved, sizes))
+    # (What is held by an object, or for backward, may be as large: a weight of 4096 x 4096 in 16 bits is.)
+    stays = [
+        one for one in timeline.allocations if one.freed is None and one.index not in held and one.index not in saved
+    ]
+    sizes = sizes_of_libraries(log.facts.kind, [(one.requested, one.stream) for one in stays])
+    told.update({one.index: Label("workspace", "inferred") for one in stays if one.requested in sizes})
     told.update(scratch_of_kernels(log, timeline.allocations, held, map_))
     told.update(_cleared(timeline.allocations, device, spans))
-    labels = [_label(_Case.of(allocation, log, held, map_, told, sizes)) for allocation in timeline.allocations]
+    labels = [_label(_Case.of(allocation, log, held, map_, told)) for allocation in timeline.allocations]
     # Of a forward that no module did, or that nobody saw, this is all that is known.
     return [
         Label("activations", "identity") if label is UNKNOWN and one.index in saved else label
@@ -95,17 +97,16 @@ def workspace_sizes(kind: str, stays: Iterable[tuple[int, int]]) -> frozenset[in
     return frozenset(size for size, _ in counts if kind != "virtual" and size not in too_many)
 
 
-def _of_cublaslt(
-    timeline: Timeline, held: Mapping[int, Roles], saved: Set[int], sizes: frozenset[int]
-) -> dict[int, Label]:
-    """What cuBLASLt keeps beside cuBLAS's own (PyTorch 2.9 to 2.11, for products with a bias). Tensors may be of its size, too:
-    it stays, no object of Python's and no graph holds it, and there is no more of it than of cuBLAS's."""
-    stays = [one for one in timeline.allocations if one.freed is None]
-    most = sum(one.requested in sizes for one in stays)
-    found = [
-        one.index for one in stays if one.requested == LT_WORKSPACE and one.index not in saved and one.index not in held
-    ]
-    return dict.fromkeys(found, Label("workspace", "inferred")) if len(found) <= most else {}
+def sizes_of_libraries(kind: str, stays: Sequence[tuple[int, int]]) -> frozenset[int]:
+    """The same with what cuBLASLt keeps beside cuBLAS's own (PyTorch 2.9 to 2.11, for products with a bias). Tensors may be of
+    its size, too: there is no more of it than of cuBLAS's.
+
+    stays: what no object of Python's and no graph holds.
+    """
+    sizes = workspace_sizes(kind, stays)
+    most = sum(size in sizes for size, _ in stays)
+    few = sum(size == LT_WORKSPACE for size, _ in stays) <= most
+    return sizes | {LT_WORKSPACE} if sizes and few else sizes
 
 
 def _cleared(allocations: Iterable[Allocation], device: int, spans: Iterable[Span]) -> dict[int, Label]:
@@ -143,7 +144,7 @@ def sharing_functions(log: DeviceLog, allocation: Allocation) -> tuple[str, ...]
 @dataclass(frozen=True)
 class _Case:
     """All that the rules look at for one allocation. origin: None on a real device, which can't tell. told: what it is by what it
-    has in common with others. workspace_sizes: see there."""
+    has in common with others."""
 
     allocation: Allocation
     roles: Roles
@@ -151,7 +152,6 @@ class _Case:
     phase: Phase | None
     phases: PhaseMap
     carried: Label | None
-    workspace_sizes: frozenset[int]
     stack: tuple[str, ...]
     sharing: tuple[str, ...]
     birth: Birth | None
@@ -165,7 +165,6 @@ class _Case:
         held: Mapping[int, Roles],
         phases: PhaseMap,
         told: Mapping[int, Label],
-        sizes: frozenset[int],
     ) -> _Case:
         at_start = allocation.born < 0
         frames = () if at_start else log.events[allocation.born].frames
@@ -177,7 +176,6 @@ class _Case:
             None if at_start else phases.at_event(allocation.born),
             phases,
             log.carried.get(allocation.address) if at_start else None,
-            sizes,
             tuple(frame.name for frame in frames),
             sharing_functions(log, allocation),
             birth,
@@ -248,8 +246,6 @@ def _workspace(case: _Case) -> Label | None:
         "cublas" in name.lower() or "cudnn" in name.lower() for name in case.stack
     ):
         return Label("workspace", "stack")
-    if case.allocation.requested in case.workspace_sizes and case.allocation.freed is None and not case.roles:
-        return Label("workspace", "inferred")
     return None
 
 

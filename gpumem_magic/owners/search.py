@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpumem_magic.attribution.categories import workspace_sizes
+from gpumem_magic.attribution.categories import sizes_of_libraries
 from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, attributes, slots
@@ -99,13 +99,18 @@ def _looks_for_cycles(
 
 
 def _workspaces(machine: Machine, blocks: Mapping[Place, tuple[int, int]]) -> set[Place]:
-    """What cuBLAS keeps of what has no name: a virtual device knows it, a real one's is known by its size."""
+    """What cuBLAS keeps of what has no name: a virtual device knows it, a real one's is known by its size and stream."""
     found: set[Place] = set()
     for device in machine.devices:
         index = device.facts.index
-        asked = {place: requested for place, (_, requested) in blocks.items() if place[0] == index}
-        sizes = workspace_sizes(device.facts.kind, ((requested, 0) for requested in asked.values()))
-        found |= {place for place, requested in asked.items() if requested in sizes}
+        asked = {
+            (index, block.address): (block.requested_size, segment.stream)
+            for segment in device.segments()
+            for block in segment.blocks
+            if (index, block.address) in blocks
+        }
+        sizes = sizes_of_libraries(device.facts.kind, [*asked.values()])
+        found |= {place for place, (requested, _) in asked.items() if requested in sizes}
         found |= {(index, address) for address, label in device.labels.items() if label.category == "workspace"}
     return found
 
