@@ -132,8 +132,9 @@ def _line(place: str) -> str:
     return f"line {place}" if place.isdecimal() else place
 
 
-def _few(places: Sequence[str]) -> str:
-    more = f"; and {counted(len(places) - 3, 'more place')}" if len(places) > 3 else ""
+def _few(places: Sequence[str], behind: str = "; and ", noun: str = "more place") -> str:
+    """The first three, and behind them how many more there are."""
+    more = f"{behind}{counted(len(places) - 3, noun)}" if len(places) > 3 else ""
     return f"{'; '.join(places[:3])}{more}"
 
 
@@ -169,8 +170,7 @@ def _failed_requests(recording: Recording, device: int) -> list[Checkpoint]:
 def _places(points: Sequence[Checkpoint]) -> str:
     """`` in: b(), line 3; c(), line 4``; "" where none has words."""
     places = list(dict.fromkeys(place_of(point) for point in points if point.statement or point.kind != "error"))
-    more = f", and in {counted(len(places) - 3, 'more row')}" if len(places) > 3 else ""
-    return f" in: {'; '.join(places[:3])}{more}" if places else ""
+    return f" in: {_few(places, ', and in ', 'more row')}" if places else ""
 
 
 def _context_growth(recording: Recording, device: int) -> list[str]:
