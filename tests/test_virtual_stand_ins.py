@@ -229,6 +229,53 @@ def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> No
     assert len(rows.zero_().nonzero()) == 0
 
 
+def test_what_a_program_marks_and_shuffles_has_no_more() -> None:
+    """As masked autoencoders do."""
+    kept = torch.zeros(3, 2000, device="cuda")
+    kept[:, :500] = 1
+    order = torch.argsort(torch.rand(3, 2000, device="cuda"), dim=1)
+    mask = kept.gather(1, order.argsort(1)).bool()
+    tokens = torch.zeros(3, 8000, 2, device="cuda")
+    assert tokens[mask[..., None].tile(1, 4, 2)].shape == (3 * 500 * 4 * 2,)
+    assert (
+        tokens[:, ::4][mask].shape == tokens[:, ::4][mask[..., None].expand(-1, -1, 2)].view(-1, 2).shape == (1500, 2)
+    )
+    one = torch.zeros(2000, device="cuda")
+    one[300:800] = 1
+    for shuffled in (
+        one[torch.randperm(2000, device="cuda")],
+        one.index_select(0, order[1]),
+        one.gather(0, order[1, 100:]),
+        one[torch.rand(2000, device="cuda").topk(1000).indices],
+    ):
+        assert len(shuffled.nonzero()) == 500
+    # How many are left out is known where it is known how many there are, and not only how many at most.
+    few = torch.zeros(30, device="cuda")
+    few[:10] = 1
+    shuffled = few[torch.randperm(30, device="cuda")].bool()
+    assert len((~shuffled).nonzero()) == len(shuffled.logical_not().nonzero()) == 20
+    assert len((~(shuffled & unknown(30, dtype=torch.bool))).nonzero()) == 30
+    assert len((~few[torch.randperm(30, device="cuda")[:20]].bool()).nonzero()) == 20
+    # An index may be there twice.
+    for anywhere in (order.flatten(), order[0] // 2, order[:, 0].repeat(700), torch.stack([order[0]] * 2).flatten()):
+        assert len(one[anywhere].nonzero()) == len(anywhere)
+    order.fill_(0)
+    assert len(kept.gather(1, order).nonzero()) == 6000
+
+
+def test_each_part_of_a_mask_has_as_many_as_were_written_by_it() -> None:
+    words = torch.zeros(2, 20, 4, device="cuda")
+    mask = unknown(2, 20, dtype=torch.bool)
+    pictures = [torch.ones(count, 4, device="cuda", requires_grad=True) for count in (3, 7)]
+    for part, picture in enumerate(pictures):
+        words[part][mask[part]] = picture
+    words.sum().backward()
+    assert [picture.grad.shape[0] for picture in pictures if picture.grad is not None] == [3, 7]
+    assert len(mask.nonzero()) == len(mask[0, :10].nonzero()) + 30 == 40
+    mask.logical_not_()
+    assert len(mask[0].nonzero()) == 20
+
+
 def test_a_count_for_one_line_leaves_the_others_and_the_note(machine: gpu.VirtualMachine) -> None:
     gpumem_magic.stand_in(count=3, line="few = mask.nonzero()")
     mask = unknown(50, dtype=torch.bool)

@@ -811,8 +811,8 @@ class Engine:
         """How many elements of a tensor are not zero, at most; None where nothing is known of it."""
         return None
 
-    def hold_at_most(self, tensor: Any, count: int) -> None:
-        """From now on that is said of a tensor, until it is written to."""
+    def tell(self, mask: Any, count: int) -> None:
+        """A program shows how many elements of a mask are true, which is so until something is written there."""
 
     def selected(self, operator: str, largest: int) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""

@@ -88,33 +88,64 @@ class KnownEngine(ComputingEngine):
         return found.host if found is not None and found.exact else None
 
     def at_most(self, tensor: Any) -> int | None:
-        if not _is_dense(tensor) or 0 in tensor.stride():
-            return None
-        placement = self.table.find(tensor.untyped_storage())
+        placement = self.table.find(tensor.untyped_storage()) if _is_dense(tensor) else None
         if placement is None:
             return None
-        if placement.twin is not None:
+        apart = few.apart(tensor)
+        if placement.twin is not None and apart == tensor.numel():
             if type(placement.twin) is Uniform and placement.sure:
-                return tensor.numel() if bool(placement.twin.element) else 0
+                return few.Exactly(tensor.numel() if bool(placement.twin.element) else 0)
             found = None if isinstance(placement.twin, Uniform) else self.known(tensor)
             if found is not None and found.exact:
                 with host_only():
-                    return int(found.host.count_nonzero())
-        return None if placement.few is None else min(placement.few, tensor.numel())
+                    return few.Exactly(found.host.count_nonzero())
+        told = None if placement.told is None else placement.told.get(few.look_of(tensor))
+        if told is not None or placement.few is None:
+            return told
+        # (Where the same element shows at several places, they are all of one kind.)
+        times = tensor.numel() // apart if apart else 0
+        is_whole = apart * tensor.element_size() == placement.nbytes
+        most = min(placement.few if is_whole else int(placement.few), apart)
+        return type(most)(most * times)
 
-    def hold_at_most(self, tensor: Any, count: int) -> None:
-        if _is_dense(tensor):
-            self.twins.placement(tensor).few = count
+    def at_most_around(self, view: Any) -> int | None:
+        if not _is_dense(view):
+            return None
+        storage = view.untyped_storage()
+        placement = self.table.find(storage) if view.numel() * view.element_size() < storage.nbytes() else None
+        if placement is None:
+            return None
+        is_zero = type(placement.twin) is Uniform and placement.sure and not bool(placement.twin.element)
+        return 0 if is_zero else placement.few
+
+    def tell(self, mask: Any, count: int) -> None:
+        if _is_dense(mask):
+            placement = self.twins.placement(mask)
+            placement.told = {**(placement.told or {}), few.look_of(mask): few.Exactly(count)}
             self._bounded = True
+
+    def has_each_once(self, indices: Any, dim: int) -> bool:
+        placement = self.table.find(indices.untyped_storage()) if _is_dense(indices) else None
+        once = None if placement is None else placement.once
+        if once is None or not indices.dim() or once.version != values.version(indices):
+            return False
+        length, first = indices.shape[dim], indices.storage_offset() // once.stride % once.length
+        return bool(indices.stride(dim) == once.stride and first + length <= once.length)
+
+    def _hold_once(self, indices: Any, dim: int) -> None:
+        if _is_dense(indices) and indices.numel() and indices.dim() and not indices.is_inference():
+            once = few.Once(indices.stride(dim), indices.shape[dim], values.version(indices))
+            self.twins.placement(indices).once = once
 
     def _bound(self, written: list[Any], out: Any, most: int | None) -> None:
         """Ends the bounds of what was written to, and notes that of a result."""
         for leaf in written:
             placement = self.table.find(leaf.untyped_storage()) if _is_dense(leaf) else None
             if placement is not None:
-                placement.few = None
-        if most is not None:
-            self.hold_at_most(out, most)
+                placement.few = placement.told = None
+        if most is not None and _is_dense(out):
+            self.twins.placement(out).few = most
+            self._bounded = True
 
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if self._may_learn(tensor) and host.layout is torch.strided:
@@ -125,6 +156,8 @@ class KnownEngine(ComputingEngine):
         return free and tensor.layout is torch.strided and self.bounds.hold(tensor)
 
     def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
+        if call.name == "randperm":
+            self._hold_once(tensor, 0)
         draws = call.name.startswith(_DRAWING)
         if not draws and not self.bounds.hold(tensor):
             with host_only():
@@ -219,7 +252,7 @@ class KnownEngine(ComputingEngine):
             return super().perform(func, args, kwargs, device)
         self._nested = True
         try:
-            most = few.asked(way.few, self.at_most, args, kwargs) if self._bounded or way.begins else None
+            most = few.asked(way.few, self, args, kwargs) if self._bounded or way.begins else None
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
                 out = self._followed(way, func, args, kwargs, device)
             else:
@@ -228,6 +261,8 @@ class KnownEngine(ComputingEngine):
                     self._drop(func, args, kwargs)
                 if way.guess is not None and self.bounds.guesses:
                     guesses.note(way.guess, self.fresh, out, args, kwargs)
+            if way.orders:
+                self._hold_once(out[1], few.dim_of_order(func, args, kwargs))
             if self._bounded or most is not None:
                 self._bound(written_by(func, args, kwargs) if way.writes else [], out, most)
             return out

@@ -29,12 +29,13 @@ class Placement:
     at it in the same way. kept: what an operator left for its gradient. sure, supplied: of a twin's values, whether none was
     guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
     else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
-    few: how many elements are not zero, at most, where the values are not known (`few`).
+    few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
+    and once: along what no index is twice (`few`).
     """
 
     __slots__ = (
-        "address", "device", "few", "host", "kept", "module", "nbytes", "node", "overwritten", "supplied", "sure", "twin",
-        "watch",
+        "address", "device", "few", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "supplied", "sure", "told",
+        "twin", "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
@@ -51,12 +52,14 @@ class Placement:
         self.module = 0
         self.overwritten = ""
         self.few: int | None = None
+        self.told: dict[Any, int] | None = None
+        self.once: Any = None
 
     def put(self, twin: Any) -> None:
         """From now on that is the twin."""
         self.twin = twin
         self.host = None
-        self.few = None
+        self.few = self.told = None
 
 
 class StorageTable:

@@ -25,7 +25,7 @@ SENDING = ("c10d", "_c10d_functional")
 class Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
 
-    equal: of equal elements it makes equal ones. few, begins: see `few`.
+    equal: of equal elements it makes equal ones. few, begins, orders: see `few`.
     """
 
     looks: bool
@@ -37,6 +37,7 @@ class Way(NamedTuple):
     equal: bool
     few: Callable[..., Any] | None = None
     begins: bool = False
+    orders: bool = False
 
 
 def way_of(func: Any) -> Way:
@@ -59,6 +60,7 @@ def way_of(func: Any) -> Way:
         equal=computes and uniform.follows(func),
         few=few.RULES.get(func),
         begins=func in few.BEGINNING,
+        orders=func in few.ORDERING,
     )
 
 

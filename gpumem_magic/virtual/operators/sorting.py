@@ -425,6 +425,6 @@ def _positions(engine: Engine, mask: Any, source: Any, behind: int, is_alone: bo
     given = int(source.shape[-1 - behind]) if source.dim() > behind else 1
     if given <= 1:
         return int(mask.numel())
-    if is_alone:
-        engine.hold_at_most(mask, given)
+    if is_alone and given <= mask.numel():
+        engine.tell(mask, given)
     return given
