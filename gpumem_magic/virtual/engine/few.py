@@ -20,7 +20,7 @@ class Exactly(int):
     """A bound that is reached."""
 
 
-class Bounds(Protocol):
+class HowMany(Protocol):
     def at_most(self, tensor: Any) -> int | None:
         """How many elements are not zero, at most (or `Exactly`); None where nothing is known of it."""
 
@@ -32,7 +32,7 @@ class Bounds(Protocol):
 
 
 # Rules ``rule(known, args, kwargs)``: how many elements of the result are not zero, at most; None where nothing says so.
-Rule = Callable[[Bounds, Any, Any], "int | None"]
+Rule = Callable[[HowMany, Any, Any], "int | None"]
 RULES: dict[Any, Rule] = {}
 # Those with which a bound may begin. The others are asked where there is one.
 BEGINNING: set[Any] = set()
@@ -63,7 +63,7 @@ def _for(names: str, begins: bool = False) -> Callable[[Rule], Rule]:
 
 
 @_for("index_put_ index_put", begins=True)
-def _marked(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _marked(known: HowMany, args: Any, kwargs: Any) -> int | None:
     into, indices = args[:2]
     tensors = [index for index in indices if index is not None]
     if not all(isinstance(index, torch.Tensor) and index.dtype in (torch.int32, torch.int64) for index in tensors):
@@ -74,18 +74,18 @@ def _marked(known: Bounds, args: Any, kwargs: Any) -> int | None:
 
 
 @_for("fill_ copy_", begins=True)
-def _written(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _written(known: HowMany, args: Any, kwargs: Any) -> int | None:
     return _added([known.at_most_around(args[0]), args[0].numel()])
 
 
 @_for("scatter_ scatter scatter_add_ scatter_add", begins=True)
-def _scattered(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _scattered(known: HowMany, args: Any, kwargs: Any) -> int | None:
     into, _, index = args[:3]
     return _added([known.at_most(into), index.numel()])
 
 
 @_for("index_fill_ index_fill", begins=True)
-def _filled(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _filled(known: HowMany, args: Any, kwargs: Any) -> int | None:
     into, dim, index = args[:3]
     along = into.shape[dim] if into.dim() else 1
     return _added([known.at_most(into), index.numel() * into.numel() // along if into.numel() else 0])
@@ -97,35 +97,35 @@ def _added(bounds: list[int | None]) -> int | None:
 
 
 @_for("clone")
-def _same(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _same(known: HowMany, args: Any, kwargs: Any) -> int | None:
     return known.at_most(args[0])
 
 
 @_for("_to_copy")
-def _converted(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _converted(known: HowMany, args: Any, kwargs: Any) -> int | None:
     """(A half is no zero, but that of integers.)"""
     bound = known.at_most(args[0])
     return bound if bound is None or kwargs.get("dtype") in (None, torch.bool, args[0].dtype) else int(bound)
 
 
 @_for("logical_not bitwise_not")
-def _inverted(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _inverted(known: HowMany, args: Any, kwargs: Any) -> int | None:
     flags = args[0].dtype == torch.bool
     bound = known.at_most(args[0]) if flags else None
     return Exactly(args[0].numel() - bound) if isinstance(bound, Exactly) else None
 
 
 @_for("bitwise_or bitwise_or_ logical_or logical_or_ bitwise_xor logical_xor __or__ __ior__ add add_ maximum")
-def _either(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _either(known: HowMany, args: Any, kwargs: Any) -> int | None:
     return _added(_of_both(known, args))
 
 
 @_for("bitwise_and bitwise_and_ logical_and logical_and_ __and__ __iand__ mul mul_ minimum")
-def _both(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _both(known: HowMany, args: Any, kwargs: Any) -> int | None:
     return min((int(bound) for bound in _of_both(known, args) if bound is not None), default=None)
 
 
-def _of_both(known: Bounds, args: Any) -> list[int | None]:
+def _of_both(known: HowMany, args: Any) -> list[int | None]:
     """Of two tensors of one shape; of a number and others nothing is said."""
     first, second = args[:2]
     alike = isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor) and first.shape == second.shape
@@ -133,14 +133,14 @@ def _of_both(known: Bounds, args: Any) -> list[int | None]:
 
 
 @_for("cat stack")
-def _together(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _together(known: HowMany, args: Any, kwargs: Any) -> int | None:
     return _added([known.at_most(tensor) for tensor in args[0]])
 
 
 def _compared(of_numbers: Callable[[Any], bool]) -> Rule:
     """A comparison with a number: where zero does not pass, no more elements do than are not zero."""
 
-    def rule(known: Bounds, args: Any, kwargs: Any) -> int | None:
+    def rule(known: HowMany, args: Any, kwargs: Any) -> int | None:
         number = args[1]
         bound = known.at_most(args[0]) if isinstance(number, (int, float)) and of_numbers(number) else None
         return None if bound is None else int(bound)
@@ -153,32 +153,32 @@ _for("eq ge")(_compared(lambda number: number > 0))
 
 
 @_for("gather", begins=True)
-def _gathered(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _gathered(known: HowMany, args: Any, kwargs: Any) -> int | None:
     source, dim, index = args[:3]
     return _taken(known, source, index.shape == source.shape) if known.has_each_once(index, dim) else None
 
 
-def _taken(known: Bounds, source: Any, is_all: bool) -> int | None:
+def _taken(known: HowMany, source: Any, is_all: bool) -> int | None:
     """Of elements that are taken once, if all are."""
     bound = known.at_most(source)
     return bound if bound is None or is_all else int(bound)
 
 
 @_for("index_select", begins=True)
-def _selected(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _selected(known: HowMany, args: Any, kwargs: Any) -> int | None:
     source, dim, index = args[:3]
     return _taken(known, source, len(index) == source.shape[dim]) if known.has_each_once(index, 0) else None
 
 
 @_for("index", begins=True)
-def _looked_up(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _looked_up(known: HowMany, args: Any, kwargs: Any) -> int | None:
     source, (index, *others) = args[0], args[1]
     alone = not others and index is not None and index.dim() == 1
     return _taken(known, source, len(index) == len(source)) if alone and known.has_each_once(index, 0) else None
 
 
 @_for("repeat")
-def _repeated(known: Bounds, args: Any, kwargs: Any) -> int | None:
+def _repeated(known: HowMany, args: Any, kwargs: Any) -> int | None:
     bound = known.at_most(args[0])
     return None if bound is None else type(bound)(bound * torch.Size(args[1]).numel())
 
