@@ -38,7 +38,7 @@ RULES: dict[Any, Rule] = {}
 BEGINNING: set[Any] = set()
 
 
-def asked(rule: Rule | None, known: Bounds, args: Any, kwargs: Any) -> int | None:
+def asked(rule: Rule | None, known: HowMany, args: Any, kwargs: Any) -> int | None:
     """The bound of an operator that is to run; None where nothing is said of it."""
     if rule is None:
         return None
