@@ -233,7 +233,7 @@ def _memory_of_nobody() -> list[str]:
         return []
     machine.settle()
     owned = {one.address for one in machine.engine.table._placements.values() if one.nbytes}
-    owned |= set(machine.workspaces._workspaces.values())
+    owned |= {address for address, _ in machine.workspaces._workspaces.values()}
     found = []
     for device in machine.devices:
         blocks = [block for segment in device.segments() for block in segment.blocks]
