@@ -89,6 +89,8 @@ def shell() -> Iterator[Any]:
     with clean_shell() as shell:
         shell.run_line_magic("load_ext", "gpumem_magic")
         show_text_alone(shell)
+        # (Whatever another test has left on: here it is the cells that choose a device.)
+        shell.run_line_magic("gpumem_device", "off")
         yield shell
         shell.user_ns.clear()
         gc.collect()
