@@ -113,9 +113,7 @@ class Workspaces:
         self._begin(device)
         policy = self._policies.get(device) or self._decide(device)
         if policy.cublas_persistent:
-            outgrown = self._take("cublas", device, policy.cublas_bytes, True)
-            if outgrown:
-                self._free(device, outgrown)
+            self._take("cublas", device, policy.cublas_bytes, True)
 
     def size(self, library: str, device: int) -> int:
         """How many bytes a workspace of "cublas" or "cublaslt" has from now on (``CublasHandlePool.cpp``)."""
@@ -146,11 +144,11 @@ class Workspaces:
         return policy
 
     def _take(self, library: str, device: int, size: int, persistent: bool) -> int:
-        """The address of what goes with this call: a workspace for it alone, or one that was too small; 0 where nothing does."""
+        """The address of a workspace for this call alone; 0 where there is none, or one that stays (for a smaller one)."""
         if not size:
             return 0
         key = (library, *self._handle(device))
-        before, enough = self._workspaces.get(key, (0, 0))
+        outgrown, enough = self._workspaces.get(key, (0, 0))
         if enough >= size:
             return 0
         with origin("workspace"):
@@ -158,7 +156,9 @@ class Workspaces:
         if not persistent:
             return address
         self._workspaces[key] = address, size
-        return before
+        if outgrown:
+            self._free(device, outgrown)
+        return 0
 
     def _handle(self, device: int) -> tuple[int, int, int]:
         thread = -1 if STATE.backward else threading.get_ident()

@@ -20,6 +20,7 @@ from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.operators.workspaces import Workspaces
 from gpumem_magic.virtual.torch_face.streams import CURRENT
 from gpumem_magic.virtual.torch_face.tunable import Tunable
+from gpumem_magic.virtual.torch_face.wheel import preferring
 
 _NCCL = (
     "_nccl_unique_id", "_nccl_init_rank", "_nccl_all_reduce", "_nccl_broadcast", "_nccl_reduce", "_nccl_all_gather",
@@ -67,8 +68,8 @@ class Bindings:
         patches.set(cache, "max_size", property(self._most_plans, self._set_most_plans))
         patches.set(cache, "size", property(functools.partial(_refuse, _PLANS)))
         patches.set(cache, "clear", lambda its: None)
-        ask = torch.backends.cuda.preferred_blas_library
-        patches.set(torch.backends.cuda, "preferred_blas_library", self._preferred(ask))
+        preferred = preferring(torch.backends.cuda.preferred_blas_library, ("Cublaslt",), self._prefer)
+        patches.set(torch.backends.cuda, "preferred_blas_library", preferred)
 
     def _clear(self) -> None:
         """The public way to get cuBLAS's workspaces back."""
@@ -122,21 +123,8 @@ class Bindings:
         made = tuple(torch.empty_strided(shape, stride, dtype=dtype, device=tensors[0].device) for _ in range(outputs))
         return made[0] if outputs == 1 else made
 
-    def _preferred(self, ask: Callable[..., Any]) -> Callable[..., Any]:
-        """A build for the host has no cuBLASLt, and refuses to prefer it."""
-        chosen: list[Any] = []
-
-        @functools.wraps(ask)
-        def preferred_blas_library(backend: Any = None) -> Any:
-            kinds = type(ask())
-            wanted = getattr(kinds, backend.capitalize(), None) if isinstance(backend, str) else backend
-            if backend is None:
-                return chosen[0] if chosen else ask()
-            self._workspaces.prefers_lt = wanted == kinds.Cublaslt
-            chosen[:] = [wanted] if wanted == kinds.Cublaslt else []
-            return wanted if chosen else ask(backend)
-
-        return preferred_blas_library
+    def _prefer(self, library: Any) -> None:
+        self._workspaces.prefers_lt = library == type(library).Cublaslt
 
 
 _MOST_PLANS = 4096

@@ -3,7 +3,6 @@ Python's shows that one is."""
 
 from __future__ import annotations
 
-import importlib
 import re
 import signal
 import threading
@@ -17,6 +16,7 @@ import torch.backends.cudnn
 import torch.cuda.nvtx
 import torch.distributions
 import torch.profiler
+from torch._lobpcg import LOBPCG
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
@@ -95,8 +95,7 @@ def _checks_of_values(patches: Patches) -> None:
     for owner, name, guesses in ((torch, "cov", False), (torch.Tensor, "cov", False), (torch, "lobpcg", True)):
         patches.set(owner, name, within(guesses, getattr(owner, name)))
 
-    solver = importlib.import_module("torch._lobpcg").LOBPCG
-    count = solver.update_converged_count
+    count: Any = LOBPCG.update_converged_count
 
     def update_converged_count(self: Any) -> Any:
         """How many steps it takes nobody knows: from its third on each takes what the one before took."""
@@ -105,7 +104,7 @@ def _checks_of_values(patches: Patches) -> None:
             found = self.ivars["converged_count"] = self.iparams["k"]
         return found
 
-    patches.set(solver, "update_converged_count", update_converged_count)
+    patches.set(LOBPCG, "update_converged_count", update_converged_count)
 
 
 def _devices_in_transforms(patches: Patches) -> None:

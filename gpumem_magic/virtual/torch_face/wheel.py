@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,22 +28,29 @@ def install(patches: Patches) -> None:
         patches.set(torch.version, "cuda", its.cuda)
         patches.set(torch.backends.cudnn, "version", lambda: its.cudnn)
         patches.set(torch.backends.cudnn, "is_available", lambda: True)
-        ask = torch.backends.cuda.preferred_linalg_library
-        patches.set(torch.backends.cuda, "preferred_linalg_library", _preferred(ask))
+        # (Which of them it is changes no count.)
+        preferred = preferring(torch.backends.cuda.preferred_linalg_library, ("Magma", "Cusolver"))
+        patches.set(torch.backends.cuda, "preferred_linalg_library", preferred)
 
 
-def _preferred(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """A build for the host has neither MAGMA nor cuSOLVER, and refuses to prefer one. Which it is changes no count."""
+def preferring(ask: Callable[..., Any], lacking: Sequence[str], tell: Callable[[Any], None] | None = None) -> Any:
+    """A function that says and sets which library is preferred, where a build for the host refuses those that it lacks.
+
+    tell: called with what is preferred from now on.
+    """
     chosen: list[Any] = []
 
     @functools.wraps(ask)
-    def preferred_linalg_library(backend: Any = None) -> Any:
+    def preferred(backend: Any = None) -> Any:
+        if backend is None:
+            return chosen[0] if chosen else ask()
         kinds = type(ask())
         wanted = getattr(kinds, backend.capitalize(), None) if isinstance(backend, str) else backend
-        if backend is None or wanted in (kinds.Magma, kinds.Cusolver):
-            chosen[:] = [wanted] if wanted is not None else chosen
-            return chosen[0] if chosen else ask()
-        chosen.clear()
-        return ask(backend)
+        is_lacking = wanted in [getattr(kinds, name) for name in lacking]
+        answer = wanted if is_lacking else ask(backend)
+        chosen[:] = [wanted] if is_lacking else []
+        if tell is not None:
+            tell(answer)
+        return answer
 
-    return preferred_linalg_library
+    return preferred
