@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from gpumem_magic.report.model import Row, Skipped
 from gpumem_magic.report.rows import ALIKE, MOST, REST, ROW, SEVERAL, STILL, TURN, Entry, entries, opened
 from gpumem_magic.user_report import Report
-from gpumem_magic.views.lines import shown_lines
+from gpumem_magic.views.lines import numbers_of, shown_lines
+from gpumem_magic.views.opened_row import OpenedRows
 
 MIB = samples.MIB
 
@@ -221,3 +222,16 @@ def test_every_row_is_in_one_entry(moves: list[tuple[int, int, int]], most: int)
     assert [row for entry in shown for row in entry.rows] == list(report.checkpoints)
     # Each change is measured from the row before, so that they add up.
     assert sum(entry.change or 0 for entry in shown) == rows[-1].allocated
+
+
+def test_the_iterations_of_an_inner_loop_are_numbered_in_one_way_in_text_and_on_the_page() -> None:
+    outer = state(2, 10, turn=(1,), loops=(2,))
+    inner = [state(3, 10 + 20 * turn, turn=(1, turn), loops=(2, 3)) for turn in range(2, 14)]
+    report = report_of([outer, state(3, 30, turn=(1, 1), loops=(2, 3)), *inner, state(2, 300, turn=(2,), loops=(2,))])
+    folded = [line for line in shown_lines(report) if line.is_folded]
+    assert [line.iteration for line in folded] == ["1.2-1.13:"]
+    assert "iterations 1.2-1.13: as 1.1" in OpenedRows(report).html()
+    entry = folded[0].entry
+    assert entry is not None
+    assert numbers_of(replace(entry, first=13)) == "1.13"
+    assert numbers_of(replace(entry, first=1, last=1_200, outer=())) == "1-1,200"

@@ -75,11 +75,10 @@ class Line:
 
     @property
     def iteration(self) -> str:
-        """``2:`` or, in nested loops, ``1.3:``, or ``3-9:``; empty outside loops and for parts, whose line above says it."""
+        """``2:`` or, in nested loops, ``1.3:``, or ``1.3-1.9:``; empty outside loops and for parts, whose line above says it."""
         entry = self.entry
         if entry is not None and self.is_folded and entry.turns and not entry.in_call:
-            last = f"-{entry.last:,}" if entry.last > entry.first else ""
-            return f"{''.join(f'{number}.' for number in entry.outer)}{entry.first:,}{last}:"
+            return f"{numbers_of(entry)}:"
         if self.row.kind == "part" or self.depth or not self.row.iteration:
             return ""
         return ".".join(str(number) for number in self.row.iteration) + ":"
@@ -128,8 +127,7 @@ def words_of(entry: Entry) -> str:
         return words
     named = _NUMBERED.fullmatch(entry.row.label)
     stem = named[1] if named else "iteration" if entry.turns == 1 else "iterations"
-    number = f"{entry.first:,}" if entry.turns == 1 else f"{entry.first:,}-{entry.last:,}"
-    return f"{stem} {number}: {words}"
+    return f"{stem} {numbers_of(entry)}: {words}"
 
 
 def turns_in_words(entry: Entry) -> str:
@@ -144,8 +142,17 @@ def turns_in_words(entry: Entry) -> str:
     each = "each " if entry.turns > 1 else ""
     is_told = abs(others.change or 0) * _TOLD >= entry.row.peak_allocated > 0
     more = f", {each}{'+' if grown > 0 else '-'}{amount(abs(grown))}" if is_told else ""
-    outer = "".join(f"{number}." for number in entry.outer)
-    return f"as {outer}{entry.like:,}{more}" if entry.like is not None else f"alike{more}"
+    return f"as {_outer(entry)}{entry.like:,}{more}" if entry.like is not None else f"alike{more}"
+
+
+def numbers_of(entry: Entry) -> str:
+    """Which turns of a loop it stands for: ``3``, ``3-9`` or, in nested loops, ``1.3-1.9``."""
+    outer = _outer(entry)
+    return "-".join(f"{outer}{number:,}" for number in dict.fromkeys((entry.first, entry.last)))
+
+
+def _outer(entry: Entry) -> str:
+    return "".join(f"{number}." for number in entry.outer)
 
 
 def _lines_of(entry: Entry) -> str:

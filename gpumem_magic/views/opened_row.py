@@ -11,7 +11,7 @@ from gpumem_magic.report.tensors import groups_at
 from gpumem_magic.units import amount, counted, mib
 from gpumem_magic.views import explain
 from gpumem_magic.views.elements import grid, paragraph, stack, swatch, words
-from gpumem_magic.views.lines import Line, SizeFormat, little, turns_in_words, words_of
+from gpumem_magic.views.lines import Line, SizeFormat, little, numbers_of, turns_in_words, words_of
 from gpumem_magic.views.story import TENSOR_HEADS, tensor_rows
 
 # What a stored notebook has room for: lines in all, and of them with tables.
@@ -151,13 +151,13 @@ def _folded_name(entry: Entry) -> str:
         return f"{counted(len(entry.rows), 'statement')}: {little(entry)}"
     if entry.in_call:
         return words_of(entry)
-    outer = "".join(f"{number}." for number in entry.outer)
+    numbers = numbers_of(entry)
     if entry.kind == TURN:
-        return f"iteration {outer}{entry.first}"
+        return f"iteration {numbers}"
     if entry.turns == 1:
-        return f"iteration {outer}{entry.first}: {turns_in_words(entry)}"
+        return f"iteration {numbers}: {turns_in_words(entry)}"
     said = "without rows" if entry.kind == REST and entry.like is None else turns_in_words(entry)
-    return f"iterations {outer}{entry.first}-{outer}{entry.last}: {said}"
+    return f"iterations {numbers}: {said}"
 
 
 def _sentence(row: Row, before: Row | None) -> str:
