@@ -160,6 +160,76 @@ REFUSED = [
         RuntimeError,
         "expected scalar type Long but found Byte",
     ),
+    (
+        "F.interpolate(img.long(), scale_factor=2)",
+        NotImplementedError,
+        '"upsample_nearest2d_out_frame" not implemented',
+    ),
+    ("F.interpolate(img.byte(), size=4, mode='bilinear')", NotImplementedError, '"upsample_bilinear2d_out_frame" not'),
+    ("F.interpolate(img[0].int(), size=4)", NotImplementedError, '"upsample_nearest1d_out_frame" not implemented'),
+    ("F.adaptive_avg_pool2d(img.long(), 2)", NotImplementedError, '"adaptive_avg_pool2d_cuda" not implemented'),
+    ("F.adaptive_max_pool2d(img.int(), 2)", NotImplementedError, '"adaptive_max_pool2d_cuda" not implemented'),
+    ("F.adaptive_avg_pool3d(img[None].long(), 2)", NotImplementedError, '"adaptive_avg_pool3d_cuda" not implemented'),
+    ("F.max_pool3d(img[None].long(), 2)", NotImplementedError, '"max_pool3d_with_indices_out_frame" not implemented'),
+    ("F.avg_pool3d(img[None].long(), 2)", NotImplementedError, '"avg_pool3d_out_cuda" not implemented'),
+    ("torch.complex(x, x).floor()", NotImplementedError, "floor is not supported for complex inputs"),
+    ("torch.complex(x, x).max()", NotImplementedError, "\"max_all\" not implemented for 'ComplexFloat'"),
+    ("torch.complex(x, x).amin(1)", NotImplementedError, "\"min_values_cuda\" not implemented for 'ComplexFloat'"),
+    ("torch.maximum(torch.complex(x, x), x)", RuntimeError, "maximum not implemented for complex tensors."),
+    ("torch.complex(x, x).argsort()", RuntimeError, "Sort currently does not support complex dtypes on CUDA."),
+    ("torch.complex(x, x).topk(1)", NotImplementedError, "\"topk_out_cuda\" not implemented for 'ComplexFloat'"),
+    ("(x > 0).topk(1)", NotImplementedError, "\"topk_out_cuda\" not implemented for 'Bool'"),
+    ("torch.bincount(x[0].abs())", NotImplementedError, "\"bincount_cuda\" not implemented for 'Float'"),
+    ("torch.bincount(n.view(2, 2))", RuntimeError, "bincount only supports 1-d non-negative integral inputs."),
+    ("torch.histc(x.bfloat16())", NotImplementedError, "\"histc\" not implemented for 'BFloat16'"),
+    ("torch.histc(x.half())", RuntimeError, "HalfTensor is not supported"),
+    ("torch.linalg.lstsq(x.half(), x.half())", RuntimeError, "This function doesn't handle types other than float and"),
+    ("torch.linalg.svd(x, driver='gesdd')", RuntimeError, "torch.linalg.svd: unknown svd driver gesdd in svd_cusolver"),
+    ("x.to_sparse() + x", RuntimeError, "add(sparse, dense) is not supported. Use add(dense, sparse) instead."),
+    ("F.glu(n)", NotImplementedError, "\"glu_cuda\" not implemented for 'Long'"),
+    ("F.unfold(img.byte(), 2)", NotImplementedError, "\"im2col_out_cuda\" not implemented for 'Byte'"),
+    *(
+        (
+            f"torch.zeros(4, 1, device=d).expand(4, 4).{call}",
+            RuntimeError,
+            "unsupported operation: more than one element",
+        )
+        for call in ("normal_()", "uniform_()", "bernoulli_()", "copy_(x)", "addmm_(x, x)", "scatter_(0, i[None], x)")
+    ),
+    (
+        "y = img[0, :2, :2, :2]\ntorch.zeros(1, 2, 2, device=d).expand(2, 2, 2).baddbmm_(y, y)",
+        RuntimeError,
+        "unsupported operation: more than one element of the written-to",
+    ),
+    *(
+        (f"y = torch.zeros(8, device=d)\n{call}, out=y[2:6])", RuntimeError, "unsupported operation: some elements of")
+        for call in (
+            "torch.add(y[:4], y[4:]",
+            "torch.exp(y[:4]",
+            "torch.cat([y[:2], y[2:4]]",
+            "torch.index_select(y[:4], 0, n % 4",
+        )
+    ),
+    (
+        "x.as_strided((5, 4), (4, 1))",
+        RuntimeError,
+        "setStorage: sizes [5, 4], strides [4, 1], storage offset 0, and item",
+    ),
+    (
+        "x[1:].as_strided((4, 4), (4, 1))",
+        RuntimeError,
+        "setStorage: sizes [4, 4], strides [4, 1], storage offset 4, and",
+    ),
+    (
+        "F.scaled_dot_product_attention(*[x[None, None]] * 2, x[None, None, :3])",
+        RuntimeError,
+        "Expected key.size(1) == value.size(1) to be true",
+    ),
+    (
+        "F.scaled_dot_product_attention(x[None, None], x[None, None, :, :2], x[None, None])",
+        RuntimeError,
+        "Expected size for first two dimensions of batch2 tensor to be: [1, 4] but got: [1, 2].",
+    ),
 ]
 # What a card allows, although it looks like the above.
 ALLOWED = [
@@ -178,6 +248,27 @@ ALLOWED = [
     "nn.BatchNorm2d(3).to(d)(img.half())",
     "F.softmax(torch.zeros(0, 4, device=d), 1)",
     "nn.LSTM(4, 4).to(d)(w[None])[0].sum().backward()",
+    "F.interpolate(img.byte(), scale_factor=2)",
+    "F.interpolate(img.bfloat16(), scale_factor=2, mode='bilinear')",
+    "F.max_pool2d(img.half(), 2)",
+    "F.adaptive_avg_pool2d(torch.zeros(0, 3, 8, 8, device=d, dtype=torch.long), 2)",
+    "(x > 0).sort(), (x > 0).amax(), (x > 0).max(), n.amin(), n.byte().topk(1), n.bool().cummax(0), n.kthvalue(1)",
+    "torch.histc(n.byte()), torch.bincount(n, x[0]), n.median(), torch.searchsorted(n, n)",
+    "torch.complex(x, x).sum(), torch.complex(x, x).mean(), torch.complex(x, x).abs().max(), torch.complex(x, x).sgn()",
+    "s = x.to_sparse()\ns + s, s - s, torch.eye(9, device=d).to_sparse() * 2 + torch.eye(9, device=d).to_sparse()",
+    "torch.linalg.svd(x, driver='gesvd'), torch.linalg.svdvals(x)",
+    "x + x.to_sparse(), x.to_sparse() * x",
+    "torch.add(x, x, out=x), torch.exp(x[:2], out=x[2:]), torch.mul(x, x.clone().t(), out=x)",
+    "torch.add(x, 1, out=x.view(4, 4))",
+    "x.expand(1, 4, 4).normal_(), x[:, :1].expand(4, 1).uniform_(), x[:0].expand(0, 4).copy_(x[:0])",
+    "x[1:].as_strided((3, 4), (4, 1)), x.as_strided((0, 9), (9, 9)), x.as_strided((2,), (1,), 14)",
+    "x[0].expand(3, 4).as_strided((3, 4), (0, 1))",
+    "y = x[0].expand(3, 4)\ny.copy_(y), y.copy_(x[0].expand(3, 4))",
+    "c = torch.complex(x, x)[0, 0]\nc.kthvalue(1), c.cummax(0), c.mode(), torch.zeros(3, 1, device=d).bool().mode(1)",
+    "(x[0, 0] > 0).kthvalue(1)",
+    "y = w.as_strided((2, 2), (4, 1)).clone()\ny[0].mul_(2)\ny.sum().backward()",
+    "F.scaled_dot_product_attention(x[None, None, :2], x[None, None], x[None, None])",
+    "F.scaled_dot_product_attention(w[None, None], w[None, None], torch.randn(1, 1, 4, 8, device=d)).sum().backward()",
     "assert ((x > 0) << 1).dtype == (n >> (n > 0)).dtype == torch.long",
     "F.cross_entropy(w, torch.tensor([0, 1, 2, 3], device=d, dtype=torch.uint8)).backward()",
     "F.nll_loss(x[0], torch.tensor(2, device=d, dtype=torch.uint8), weight=x[0])",
@@ -223,6 +314,18 @@ def test_what_a_card_refuses(device: Any, code: str, kind: type[Exception], word
 @pytest.mark.parametrize("code", ALLOWED)
 def test_what_a_card_allows(device: Any, code: str) -> None:
     run(code)
+
+
+@pytest.mark.parametrize("device", ["H100,torch=2.11"], indirect=True)
+@pytest.mark.parametrize("call", ["clamp(0, 1)", "relu()"])
+def test_complex_numbers_have_no_bounds(device: Any, call: str) -> None:
+    with pytest.raises(NotImplementedError, match="clamp is not supported for complex types"):
+        run(f"torch.complex(x, x).{call}")
+
+
+@pytest.mark.parametrize("device", ["H100,torch=2.11"], indirect=True)
+def test_the_largest_none_are_of_any_type(device: Any) -> None:
+    run("(x > 0).topk(0), torch.complex(x, x)[0, 0].sort()")
 
 
 def test_a_generator_of_the_host_draws_nothing_for_a_default_device(device: Any) -> None:

@@ -66,6 +66,7 @@ from gpumem_magic.virtual.engine.calls import (
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.host_checks import refused_by_host
+from gpumem_magic.virtual.engine.kernel_types import may_refuse, refuse_types
 from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -87,7 +88,15 @@ from gpumem_magic.virtual.engine.modes import (
     pushed,
     unseen,
 )
-from gpumem_magic.virtual.engine.overlaps import may_not_meet, refuse_overlaps
+from gpumem_magic.virtual.engine.out_of_bounds import refuse_out_of_bounds
+from gpumem_magic.virtual.engine.overlaps import (
+    may_not_meet,
+    refuse_itself,
+    refuse_overlaps,
+    refuse_written,
+    writes_once,
+    written_apart,
+)
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import StorageTable
@@ -138,7 +147,7 @@ def special(
     return register
 
 
-_DETACH = torch.ops.aten.detach.default
+_DETACH, _AS_STRIDED = aten.detach.default, aten.as_strided.default
 # What the body of an operator that the program wrote may raise on a card, too.
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
 
@@ -150,7 +159,9 @@ class Met(NamedTuple):
     arguments that look alike, unless `plain` says no.
     body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
     may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
-    stays_apart: see `may_not_meet`. like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
+    stays_apart, once, apart: see `may_not_meet`, `writes_once`, `written_apart`.
+    like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
+    has_types: whether its kernel takes some types alone (`kernel_types`).
     """
 
     func: Any
@@ -168,6 +179,9 @@ class Met(NamedTuple):
     writes: bool
     stays_apart: bool
     like: Any
+    once: bool
+    apart: tuple[str, ...]
+    has_types: bool
 
 
 @functools.cache
@@ -438,12 +452,20 @@ class Engine:
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
         if met.writes and type(args[0]) is VirtualTensor:
+            if met.once:
+                refuse_itself(args)
             if met.stays_apart and len(args) > 1:
                 refuse_overlaps(args[0], args[1:])
             views_anew.note(args[0])
+        elif met.apart:
+            refuse_written(func, args, kwargs, met.apart)
+        elif func is _AS_STRIDED:
+            refuse_out_of_bounds(*args, **kwargs)
         found = self.again(met, func, args, kwargs, device, answer) if met.again else None
         if found is not None:
             return found[0]
+        if met.has_types:
+            refuse_types(func, args)
         if met.handler is not None:
             return met.handler(self, func, args, kwargs, device)
         rule = kernel_rules.for_operator(func)
@@ -487,6 +509,9 @@ class Engine:
             not allocates and writes_first(func),
             may_not_meet(func),
             shaped_like(func) if resizes and handler is None else None,
+            writes_once(func),
+            written_apart(func),
+            may_refuse(func),
         )
         return met
 

@@ -30,7 +30,8 @@ _FLAGS = (torch.bool, torch.uint8)
 _PASSED_OVER = re.compile(r"std|var|nan|.*_backward")
 # What only the host refuses, or refuses in its own way.
 _HOSTS_OWN = re.compile(
-    "cpu|not implemented|strides|mkl|dnn|determin|lapack|blas|alloc|division|memory format|could not run|arguments are located",
+    "cpu|not implemented for '|strides|mkl|dnn|determin|lapack|blas|alloc|division|memory format|could not run|"
+    "arguments are located",
     re.I,
 )
 _KERNEL = re.compile(r"\"(?P<kernel>\w+)\" not implemented for '(?P<type>\w+)'")
@@ -74,6 +75,8 @@ def refused_by_host(func: Any, args: Any, kwargs: Any, out: Any) -> Exception | 
         with no_dispatch(), torch.no_grad():
             func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
     except NotImplementedError as error:
+        if by_element and not _HOSTS_OWN.search(str(error)):
+            return error.with_traceback(None)
         return _without_kernel(str(error)) if by_element else None
     except _REFUSALS as error:
         if type(error) in _REFUSALS and not _HOSTS_OWN.search(str(error)):

@@ -109,16 +109,6 @@ _MISMATCH = re.compile("Unhandled FakeTensor Device Propagation|Mismatching .* d
 # Matrix products: the positions of the two matrices among the arguments.
 _PRODUCTS = {_aten.mm.default: 0, _aten.addmm.default: 1, _aten.bmm.default: 0, _aten.baddbmm.default: 1}
 _BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
-# What CUDA's kernels that take no integers and no flags are called in the error for these.
-_OF_FLOATS = {
-    _aten.mm.default: "addmm_cuda", _aten.addmm.default: "addmm_cuda", _aten.bmm.default: "baddbmm_cuda",
-    _aten.baddbmm.default: "baddbmm_cuda", _aten.mv.default: "addmv_impl_cuda", _aten.addmv.default: "addmv_impl_cuda",
-    _aten.dot.default: "dot", _aten.vdot.default: "vdot",
-    _aten.max_pool2d_with_indices.default: "max_pool2d_with_indices_out_cuda_frame",
-    _aten.avg_pool2d.default: "avg_pool2d_out_cuda_frame",
-    _aten._softmax.default: "host_softmax", _aten._log_softmax.default: "host_softmax",
-}  # fmt: skip
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 # What rows of a table are found by. (PyTorch's shape rule looks at that after 2.9.)
 _ROW_NUMBERS = {torch.int64, torch.int32}
 # What looks up a class for each row, or each pixel (``cuda/Loss.cu``, ``cuda/NLLLoss2d.cu``).
@@ -155,8 +145,8 @@ def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
 
 
 def refuse_mixed_types(func: Any, args: Any) -> None:
-    """Raises CUDA's error for matrices, or input and weight, of different types, and for integers and flags where there are no
-    kernels for them: shape rules do not look at that. For an operator without any, too."""
+    """Raises CUDA's error for matrices, or input and weight, of different types: shape rules do not look at that. For an operator
+    without a kernel, too."""
     if func in _NOT_ON_CUDA:
         raise NotImplementedError(
             f"Could not run '{func.name().removesuffix('.default')}' with arguments from the 'CUDA' backend. This could be "
@@ -218,13 +208,6 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         if args[0].dtype in (torch.uint8, torch.int8, torch.int32):
             raise RuntimeError("GET was unable to find an engine to execute this computation")
         raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {scalar_name(args[0].dtype)}")
-    kernel = _OF_FLOATS.get(func)
-    if (
-        kernel is not None
-        and args[0].dtype not in _FLOATS
-        and all(arg.numel() for arg in args[:2] if isinstance(arg, torch.Tensor))
-    ):
-        raise NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
 def refuse_other_types(first: Any, *others: Any) -> None:
@@ -360,6 +343,8 @@ _SCALAR_NAMES = {
     torch.uint8: "Byte",
     torch.bool: "Bool",
     torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
 }
 
 

@@ -1,6 +1,7 @@
 """Memory that an operator reads and writes at once (`compute_mem_overlaps` in ``TensorIterator.cpp``, ``MemoryOverlap.cpp``).
 
-``x[1:] += x[:-1]`` and ``x += x.t()`` are refused on a card, where threads would read what others have written.
+``x[1:] += x[:-1]`` and ``x += x.t()`` are refused on a card, where threads would read what others have written, and so is what
+writes to one place several times: ``x.expand(4, 4).normal_()``.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -18,9 +20,26 @@ _MORE = frozenset(
     overloads("copy_ index_put_ _index_put_impl_ masked_scatter_ scatter_.src scatter_add_ index_add_ index_copy_")
 )
 _FREE = frozenset(overloads("fill_.Scalar fill_.Tensor zero_ masked_fill_.Scalar masked_fill_.Tensor"))
+# What has a check of its own, or copies its result into the tensor: random numbers (`borrowing_nullary_op`), ``Copy.cpp``,
+# ``TensorAdvancedIndexing.cpp``, and ``cuda/Blas.cpp`` where a matrix is none that cuBLAS can write to.
+# (What works by elements is refused by the host.)
+_ONCE_EACH = frozenset(
+    overloads(
+        "normal_ uniform_ random_ random_.from random_.to bernoulli_.float bernoulli_.Tensor exponential_ cauchy_ geometric_ "
+        "log_normal_ copy_ addmm_ baddbmm_ scatter_.src scatter_.value scatter_add_ scatter_reduce_.two masked_scatter_"
+    )
+)
+# What is written by ``out=`` and has to be apart from all that is read, beside what works by elements.
+_APART = frozenset(overloads("cat.out gather.out index_select.out"))
 _REFUSAL = (
     "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
     "Please clone() the tensor before performing the operation."
+)
+
+
+_REFUSAL_OF_ITSELF = (
+    "unsupported operation: more than one element of the written-to tensor refers to a single memory location. Please "
+    "clone() the tensor before performing the operation."
 )
 
 
@@ -29,22 +48,72 @@ def may_not_meet(func: Any) -> bool:
     return func not in _FREE and (torch.Tag.pointwise in func.tags or func in _MORE)
 
 
-def refuse_overlaps(written: VirtualTensor, read: Iterable[Any]) -> None:
-    """Raises PyTorch's error where a tensor that is read has some of the memory that is written, and is not the same."""
+def writes_once(func: Any) -> bool:
+    """Whether no two elements of what it writes first may lie at one place."""
+    return func in _ONCE_EACH
+
+
+def written_apart(func: Any) -> tuple[str, ...]:
+    """The names of the ``out=`` arguments which must be apart from what it reads."""
+    if func not in _APART and torch.Tag.pointwise not in getattr(func, "tags", ()):
+        return ()
+    return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
+
+
+def refuse_itself(args: Any) -> None:
+    """Raises PyTorch's error where several elements of what is written first lie at one place (`has_internal_overlap`)."""
+    written = args[0]
+    if (
+        written.numel()
+        and any(length > 1 and not stride for length, stride in zip(written.shape, written.stride(), strict=True))
+        and not (len(args) > 1 and _are_one(written, args[1]))
+    ):
+        raise RuntimeError(_REFUSAL_OF_ITSELF)
+
+
+def _are_one(written: VirtualTensor, read: Any) -> bool:
+    """Whether a tensor is copied to where it lies, which does nothing (`is_same_data` in ``Copy.cpp``)."""
+    return (
+        type(read) is VirtualTensor
+        and _share(written, read)
+        and written.storage_offset() == read.storage_offset()
+        and written.shape == read.shape
+        and written.stride() == read.stride()
+        and written.dtype == read.dtype
+    )
+
+
+def _share(one: VirtualTensor, other: VirtualTensor) -> bool:
+    """Whether they have one storage."""
+    return torch._C._is_alias_of(one, other)  # type: ignore[attr-defined, no-any-return]
+
+
+def refuse_written(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) -> None:
+    """The same as `refuse_overlaps` for what is written by ``out=``."""
+    read = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in names}))
+    for name in names:
+        written = kwargs.get(name)
+        if type(written) is VirtualTensor:
+            refuse_overlaps(written, read, same=func in _APART)
+
+
+def refuse_overlaps(written: VirtualTensor, read: Iterable[Any], same: bool = False) -> None:
+    """Raises PyTorch's error where a tensor that is read has some of the memory that is written, and is not the same. same: even
+    then."""
     for one in read:
-        is_other = type(one) is VirtualTensor and one is not written
-        if is_other and torch._C._is_alias_of(written, one) and _meet(written, one):  # type: ignore[attr-defined]
+        is_other = type(one) is VirtualTensor and (same or one is not written)
+        if is_other and _share(written, one) and _meet(written, one, same):
             raise RuntimeError(_REFUSAL)
 
 
-def _meet(written: VirtualTensor, read: VirtualTensor) -> bool:
-    """`get_overlap_status`, where it is "partial"."""
+def _meet(written: VirtualTensor, read: VirtualTensor, same: bool) -> bool:
+    """`get_overlap_status`, where it is "partial" (same: or "full")."""
     if not (written.numel() and read.numel() and _is_dense(written) and _is_dense(read)):
         return False
     begins = written.storage_offset() * written.itemsize, read.storage_offset() * read.itemsize
     ends = begins[0] + written.numel() * written.itemsize, begins[1] + read.numel() * read.itemsize
     if begins[0] == begins[1] and ends[0] == ends[1]:
-        return written.stride() != read.stride()
+        return same or written.stride() != read.stride()
     return begins[0] < ends[1] and begins[1] < ends[0]
 
 

@@ -105,6 +105,8 @@ def fitting(
             kinds = (*HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
             step = _alignment(capability, query.dtype)
             aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
+            # (`check_head_dim_size_mem_efficient` in ``sdp_utils.cpp``.)
+            aligned = aligned and query.shape[-1] == key.shape[-1]
             if query.dtype in kinds and aligned:
                 fits.add(EFFICIENT)
         if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
@@ -191,6 +193,8 @@ class Attention:
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)
         kernel = first_of(fitting(gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p), gpu)
+        if key.shape[-2] != value.shape[-2] and kernel in _OTHER_LENGTHS:
+            raise RuntimeError(_OTHER_LENGTHS[kernel])
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, gpu.version)
         if kernel == MATH:
@@ -231,6 +235,13 @@ class Attention:
             )
         )
 
+
+# What is said of values that are not as many as the keys, where it is not said of a product: ``flash_api.cpp``, ``attention.cu``.
+_OTHER_LENGTHS = {
+    FLASH: "v must have shape (batch_size, seqlen_k, num_heads_k, head_size_og)",
+    EFFICIENT: "Expected key.size(1) == value.size(1) to be true, but got false.  (Could this error message be improved?  If so, "
+    "please report an enhancement request to PyTorch.)",
+}
 
 # Up in the math path, where C++ adds a mask to the scores in place, but for subclasses of tensors.
 _MASKING = ThreadFlag()

@@ -301,6 +301,8 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
 def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     least = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
+    if args[0].dim() != 1:
+        raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
     host = values.exact(args[0])
     if host is not None:
         size = max(least, int(host.max()) + 1 if host.numel() else 0)

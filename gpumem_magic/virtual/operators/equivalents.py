@@ -49,6 +49,12 @@ def _nansum(input: Any, dim: Any = None, keepdim: bool = False, dtype: Any = Non
     return input.masked_fill(input.isnan(), 0).sum(dim, keepdim, dtype=dtype)
 
 
+@equivalent(_aten._linalg_svd.default)
+def _singular_values(matrices: Any, full_matrices: bool = False, compute_uv: bool = True, *, driver: Any = None) -> Any:
+    """The host has one driver."""
+    return _aten._linalg_svd.default(matrices, full_matrices, compute_uv)
+
+
 # ---- softmax, which CUDA gives as float32 for half precision (autocast asks for that)
 
 

@@ -18,6 +18,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.mismatch import in_full_precision, refuse_half_precision, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusolver
@@ -27,6 +28,7 @@ _ADDRESS = _INDEX = 8
 _PIVOT = _CODE = 4
 # The longest side of matrices that cuSOLVER decomposes many at once of.
 _BATCHED_JACOBI = 32
+_SVD_DRIVERS = "gesvdj", "gesvd", "gesvda"
 _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
@@ -482,7 +484,7 @@ def _multiply(engine: Engine, device: int, rows: int, reflections: int, others: 
     _by_cusolver(engine, device, *[size] * _batch(others.shape))
 
 
-def _check_least_squares(matrices: Any, right: Any, driver: str | None) -> None:
+def _check_least_squares(matrices: Any, right: Any, rcond: float | None, driver: str | None) -> None:
     """As `linalg_lstsq_out` in ``BatchLinearAlgebra.cpp`` does."""
     if matrices.dim() < 2:
         raise RuntimeError("torch.linalg.lstsq: input must have at least 2 dimensions.")
@@ -504,13 +506,17 @@ def _check_least_squares(matrices: Any, right: Any, driver: str | None) -> None:
         raise RuntimeError(f"torch.linalg.lstsq: input.size(-2) should match other.size({place})")
     if driver not in (None, "gels"):
         raise RuntimeError("torch.linalg.lstsq: `driver` other than `gels` is not supported on CUDA")
+    if rcond is None and matrices.dtype in HALF:
+        # (`_get_epsilon` there.)
+        raise RuntimeError("This function doesn't handle types other than float and double")
 
 
 @special(_aten.linalg_lstsq.default)
 def _least_squares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """CUDA's only driver takes matrices of full rank for granted: there is neither rank nor singular values."""
     matrices, right = args[:2]
-    _check_least_squares(matrices, right, kwargs.get("driver", args[3] if len(args) > 3 else None))
+    rcond = kwargs.get("rcond", args[2] if len(args) > 2 else None)
+    _check_least_squares(matrices, right, rcond, kwargs.get("driver", args[3] if len(args) > 3 else None))
     rows, columns = matrices.shape[-2:]
     vector = right.dim() == 1 or (matrices.dim() - 1 == right.dim() and right.shape == matrices.shape[:-1])
     width = () if vector else (right.shape[-1],)
@@ -661,12 +667,19 @@ def _svd_kernel(matrices: Any, *_: Any, driver: str | None = None, **named: Any)
 @special(_aten._linalg_svd.default, _aten._linalg_svd.U)
 def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The vectors of both sides come before the values (`_linalg_svd` in ``BatchLinearAlgebra.cpp``)."""
+    driver = kwargs.get("driver") or _SVD_DRIVERS[0]
+    if driver not in _SVD_DRIVERS and args[0].numel():
+        # (`svd_cusolver` in ``BatchLinearAlgebraLib.cpp``.)
+        raise RuntimeError(
+            f"torch.linalg.svd: unknown svd driver {driver} in svd_cusolver computation. Check doc at "
+            "https://pytorch.org/docs/stable/generated/torch.linalg.svd.html"
+        )
     out = _results(engine, func, args, kwargs, device, (0, 2, 1))
     if args[0].numel():
         codes = _batch(args[0].shape)
         with engine.scratch(device, codes * _CODE):
             with engine.scratch(device, *_svd(args, kwargs, out)):
-                _by_svd(engine, args[0], kwargs.get("driver") or "gesvdj", device)
+                _by_svd(engine, args[0], driver, device)
             _look_at_codes(engine, device, codes)
     return out
 

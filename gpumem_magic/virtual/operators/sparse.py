@@ -179,17 +179,25 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """CUDA puts the lists one behind the other; they are summed up when that makes more of them than there are places."""
     _check_pair(func, args, kwargs)
     left, right = args[:2]
+    _refuse_dense(left, right)
     if not (is_sparse(left) and is_sparse(right)):
         return _copy(engine, right if is_sparse(left) else left, device)
     count = parts(engine, left).elements + parts(engine, right).elements
     made = _made(engine, left, left.shape, count, device, sure=False)
-    return made.coalesce() if count > left.numel() else made
+    return _aten._coalesce.default(made) if count > left.numel() else made
+
+
+def _refuse_dense(left: Any, right: Any) -> None:
+    """(`add_out_sparse_cuda` in ``SparseCUDATensorMath.cu``.)"""
+    if is_sparse(left) and not is_sparse(right):
+        raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
 
 
 @_sparse(_aten.add_.Tensor)
 def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A gradient that comes on top of another (`zero_grad(set_to_none=False)`, or several backward passes)."""
     target, other = args[:2]
+    _refuse_dense(target, other)
     if is_sparse(target):
         count = parts(engine, target).elements + parts(engine, other).elements
         old = parts(engine, target)
