@@ -72,12 +72,19 @@ def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[Any]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_teardown() -> Iterator[None]:
-    """Tests run in any order: behind one that put another device in place of its module's, that is made anew for the next."""
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Tests run in any order: behind one that put another device in place of its module's, that is made anew for the next.
+
+    A module's last test leaves none on, whatever it measured, and modules find none that others chose.
+    """
     yield
     if _kept and _virtual_machine() is not _kept[0][2]:
         fixturedef, request, _ = _kept[0]
         fixturedef.finish(request)
+    if (nextitem is None or nextitem.path != item.path) and _virtual_machine() is not None:
+        from gpumem_magic.virtual import gpu
+
+        gpu.turn_off()
 
 
 def _virtual_machine() -> Any:
