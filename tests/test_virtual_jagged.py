@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -234,29 +234,6 @@ def test_their_attention_is_compiled(shapes_only: gpu.VirtualMachine) -> None:
         out.values().sum().backward()
     assert out.values().shape == (TOKENS, 64)
     assert not [note for note in shapes_only.notes() if "torch.compile" in note]
-
-
-@pytest.mark.parametrize("values", ["stand-in", "real"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.nested.nested_tensor(rows()),
-        lambda: torch.nested.as_nested_tensor(rows()),
-        lambda: torch._nested_tensor_from_mask(
-            torch.ones(2, 3, 4, device="cuda"), torch.ones(2, 3, device="cuda").bool()
-        ),
-    ],
-    ids=["nested_tensor", "as_nested_tensor", "by a mask"],
-)
-def test_the_strided_layout_is_refused_in_one_line(make: Callable[[], torch.Tensor], values: str) -> None:
-    gpu.turn_on(f"A100,values={values}")
-    try:
-        with pytest.raises(
-            NotImplementedError, match=r"nested tensor in the strided layout. Use layout=torch\.jagged or"
-        ):
-            make()
-    finally:
-        gpu.turn_off()
 
 
 def test_everything_is_undone() -> None:

@@ -60,6 +60,7 @@ from gpumem_magic.virtual.operators import (
     jagged,
     kept_inputs,
     known_zeros,
+    nested_operators,
     own_formulas,
     recurrent,
     workspaces,
@@ -363,6 +364,7 @@ class VirtualMachine:
             attempt(self._autocast.install, versions)
             attempt(self.attention.install)
             attempt(jagged.install, self.attention.gpu)
+            attempt(nested_operators.install, self._factories.index_of, self.attention.gpu)
             attempt(composites.install)
             attempt(own_formulas.install)
             attempt(known_zeros.install)

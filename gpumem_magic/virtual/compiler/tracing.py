@@ -71,7 +71,9 @@ def _make_wrappers_on_the_card(patches: Patches) -> None:
     def make_wrapper_subclass(cls: Any, *args: Any, **kwargs: Any) -> Any:
         """Functional tensors have CUDA's keys, so that CUDA's rules hold, and C++ is answered as for what is inside. Classes of
         the program's that wrap these are on the card."""
-        if is_ours(args[_DEVICE] if len(args) > _DEVICE else kwargs.get("device")):
+        device = args[_DEVICE] if len(args) > _DEVICE else kwargs.get("device")
+        # (Tracers give ours as a device; a program may give a name.)
+        if isinstance(device, torch.device) and is_ours(device):
             given = {**dict(zip(PARAMETERS, args, strict=False)), **kwargs}
             given["device"] = _card(given["device"])
             if cls is FunctionalTensor:

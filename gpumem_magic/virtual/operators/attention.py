@@ -69,7 +69,7 @@ class Chooser(NamedTuple):
 
 def first_of(fits: set[str], gpu: Chooser) -> str:
     """Which of the kernels that are `fitting` CUDA takes. Raises CUDA's RuntimeError where none is allowed."""
-    for kernel in _order(gpu):
+    for kernel in order(gpu):
         if kernel in fits:
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
@@ -128,7 +128,7 @@ def fitting(
     return fits
 
 
-def _order(gpu: Chooser) -> list[str]:
+def order(gpu: Chooser) -> list[str]:
     """The kernels in the order in which they are tried (`torch._C._get_sdp_priority_order`)."""
     ask = getattr(torch._C, "_get_sdp_priority_order", None)
     order = [number for number in (ask() if ask is not None else _USUAL_ORDER) if number in _KERNELS]

@@ -34,7 +34,7 @@ from gpumem_magic.virtual.engine.modes import (
 from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators import growing, jagged
+from gpumem_magic.virtual.operators import growing, jagged, nested_tensors
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
 # Their result begins with no element.
@@ -133,9 +133,9 @@ def _quantised(*_: Any) -> NoReturn:
 
 
 @special(*overloads("_nested_tensor_from_tensor_list _nested_tensor_from_mask _nested_from_padded"))
-def _nested(*_: Any) -> NoReturn:
-    """What `torch.nested.as_nested_tensor` and encoders' fast paths call."""
-    jagged.refuse_strided()
+def _nested(engine: Engine, func: Any, *_: Any) -> NoReturn:
+    """From below Python, where none of ours can be made."""
+    refuse_to_hold(f"what `{func}` makes, a nested tensor in the strided layout", nested_tensors.INSTEAD)
 
 
 def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> torch.Tensor:
@@ -147,8 +147,6 @@ def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> to
 
 def _check_kind(tensor: torch.Tensor) -> None:
     """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
-    if tensor.is_nested and tensor.layout is not torch.jagged:
-        jagged.refuse_strided()
     if tensor.is_quantized:
         _quantised()
     if tensor.layout not in (torch.strided, torch.jagged, *SPARSE_PARTS):
@@ -227,7 +225,6 @@ class Factories:
             shares = _shares(getattr(torch, name))
             for place in (torch, torch.utils.dlpack):
                 patches.set(place, name, shares)
-        patches.set(torch.nested, "nested_tensor", self._no_nested(torch.nested.nested_tensor))
         patches.set(torch.Tensor, "to", self._to(torch.Tensor.to))
         patches.set(torch.Tensor, "cuda", _cuda)
         patches.set(torch.Tensor, "type_as", self._type_as(torch.Tensor.type_as))
@@ -409,18 +406,6 @@ class Factories:
 
         return new
 
-    def _no_nested(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def nested_tensor(tensor_list: Any, *args: Any, **kwargs: Any) -> Any:
-            """PyTorch would look for a driver."""
-            if kwargs.get("layout") is torch.jagged:
-                return original(tensor_list, *args, **kwargs)
-            listed = tensor_list if isinstance(tensor_list, (list, tuple)) else ()
-            if self.index_of(kwargs.get("device")) is not None or any(isinstance(one, VirtualTensor) for one in listed):
-                jagged.refuse_strided()
-            return original(tensor_list, *args, **kwargs)
-
-        return nested_tensor
-
     def _sparse(self, original: Callable[..., Any]) -> Callable[..., Any]:
         # The place of the last argument that is a tensor's.
         most = 1 if original.__name__ == "sparse_coo_tensor" else 2
@@ -503,6 +488,8 @@ class Factories:
             _check_kind(self)
             if self.layout is torch.jagged:
                 return jagged.moved(self, index, args, kwargs)
+            if self.is_nested:
+                return nested_tensors.from_host(self, torch.device("cuda", index), args, kwargs)
             # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
             device = torch.device("meta", index)
             if args:

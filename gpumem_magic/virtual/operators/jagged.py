@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, Chooser, fitting
 
@@ -49,10 +48,6 @@ def moved(tensor: Any, index: int, args: Any, kwargs: Any) -> Any:
         values, offsets, lengths=lengths, jagged_dim=tensor._ragged_idx,
         min_seqlen=tensor._maybe_min_seqlen, max_seqlen=tensor._maybe_max_seqlen,
     )  # fmt: skip
-
-
-def refuse_strided() -> NoReturn:
-    refuse_to_hold("a nested tensor in the strided layout", "layout=torch.jagged or dense (padded) tensors")
 
 
 def _numbers() -> Any:
