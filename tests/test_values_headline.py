@@ -26,6 +26,7 @@ from gpumem_magic.looks.decisions import (
     ends_a_loop,
     is_printed,
     leads_to,
+    looks_up,
     makes_a_size,
     selects,
     waits,
@@ -731,3 +732,40 @@ def test_a_solver_goes_by_what_the_programs_function_gives(
         "A loop may have ended earlier or later than on a GPU: it goes by a value that the virtual GPU does not know"
     )
     assert measured.report.answer.startswith(words) is said
+
+
+@pytest.mark.parametrize(
+    "prints",
+    [
+        "print(names[scores.argmax()])",
+        "name = names[scores.argmax(-1)]\n    print(f'it is {name}')",
+        "place = scores.argmax().item()\n    first, second = names[place], names[1]\n    print(first, second)",
+        "_, places = scores[None].max(1)\n    print(' '.join(f'{names[places[number]]:5s}' for number in range(1)))",
+    ],
+)
+def test_a_name_that_is_looked_up_by_a_stand_in_and_printed_is_another_on_a_gpu(prints: str, tmp_path: Path) -> None:
+    """As in tutorials that end with `classes[prediction.argmax(0)]`."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        f"import torch\n\n\ndef predict(names):\n    scores = torch.rand(3000, device='cuda')[:3].softmax(0)\n    {prints}\n\n\n"
+        "predict(['cat', 'dog', 'bird'])\n",
+        encoding="utf-8",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4,values=stand-in", program.name],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    said = " ".join(done.stderr.split())
+    assert done.returncode == 0, done.stderr
+    assert (
+        "The program prints something else on a GPU: it is made of a value that the virtual GPU does not know" in said
+    )
+    assert "A loop may" not in said
+
+
+def test_what_is_only_looked_up_says_nothing(tmp_path: Path) -> None:
+    place, line = read_in(tmp_path, "def f(x, names):\n    name = names[x.argmax()]\n    return 1\n")
+    assert looks_up(place, line)
+    assert not is_printed(place, line)
+    place, line = read_in(tmp_path, "def f(x, names):\n    print(x.max().item())\n    return names[0]\n")
+    assert not looks_up(place, line)

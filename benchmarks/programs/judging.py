@@ -34,6 +34,12 @@ _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
 _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
 # Folders that are others in each run.
 _SCRATCH = re.compile(r"\S*/tmp\w{8}\b/?")
+# Where an object lies, which is elsewhere in each run.
+_ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
+# What PyTorch says of a tensor that is on one.
+_ON_A_DEVICE = re.compile(r",\s*device='cuda:\d+'")
+# A printed tensor, whose lines end where its numbers are long.
+_TENSOR = re.compile(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)(  # virtual GPU: no values)?")
 # NumPy fills numbers up with spaces, each array as its longest.
 _BESIDE_NUMBERS = re.compile(r"\s*([\[\]#]|\s)\s*")
 
@@ -208,9 +214,14 @@ def is_refusal(found: Run) -> bool:
 
 def same_text(ours: str, theirs: str) -> bool | None:
     """Whether both print the same as far as the shorter goes; None where neither prints anything that can be compared."""
-    a, b = _comparable(ours), _comparable(theirs)
+    a, b = _words(ours), _words(theirs)
     shorter = min(len(a), len(b))
     return None if shorter == 0 else a[:shorter] == b[:shorter]
+
+
+def _words(text: str) -> list[str]:
+    """What is compared with a run on the host: all but which device it was."""
+    return "\n".join(_comparable(_ON_A_DEVICE.sub("", text))).split()
 
 
 def way_taken(guessed: Run, real: Run) -> str:
@@ -223,7 +234,7 @@ def way_taken(guessed: Run, real: Run) -> str:
     if not (real.report and guessed.report):
         return ""
     lines = [
-        [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(one.said)]
+        [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(_TENSOR.sub("tensor", one.said))]
         for one in (guessed, real)
     ]
     if guessed.status is None or real.status is None:
@@ -259,7 +270,7 @@ def _steps(one: Run) -> list[tuple[tuple[int, int], int]]:
 def _comparable(text: str) -> list[str]:
     lines = [line for part in text.splitlines() for line in part.split("\r")]
     return [
-        _SCRATCH.sub("", _CLOCK.sub("", line)).rstrip()
+        _ADDRESS.sub("0x", _SCRATCH.sub("", _CLOCK.sub("", line))).rstrip()
         for line in lines
         if line.strip() and not _OF_THE_MOMENT.search(line)
     ]

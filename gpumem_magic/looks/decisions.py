@@ -113,6 +113,12 @@ def is_printed(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     return reached.goes_by("printed")
 
 
+def looks_up(file: str, line: int, places: _Places = ()) -> bool:
+    """Whether something is looked up by what this line reads, as a name in a list of names."""
+    reached = _reached(file, line, (), places=places)
+    return reached.goes_by("looked up")
+
+
 def leads_to(file: str, read: int, raised: int) -> bool:
     """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads."""
     reached = _reached(file, read, ())
@@ -229,7 +235,8 @@ class _Reached:
 
     def stands_in(self, used: tuple[int, Uses]) -> bool:
         number, source = used
-        return number == 0 and source.covers(self._line, self._statements)
+        # (A constant reads nothing: `range(4)` may share its line with what does.)
+        return number == 0 and bool(source.keys or source.reads) and source.covers(self._line, self._statements)
 
 
 def _is_let(flow: Flow) -> bool:

@@ -119,7 +119,7 @@ class Test(NamedTuple):
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
     test, or all that end it where it has none; "if" is each ``if`` and ``match``, whatever stands in it. A value may have chosen
     the object that is "called", or "asked" to do something. As much is taken of something else (but: what that is) as is "held",
-    or "selected" by a comparison. It is "printed".
+    or "selected" by a comparison. It is "printed", or something is "looked up" by it.
     """
 
     source: Uses
@@ -163,6 +163,7 @@ def length(key: Key) -> Key:
 
 def of_file(file: str) -> FileFlows:
     """Empty where the source is not to be had."""
+    linecache.checkcache(file)  # (It may have been written anew since it ran before.)
     return _of_text("".join(linecache.getlines(file)))
 
 
@@ -287,6 +288,7 @@ class _FlowReader:
             self._call(node)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             self._test(node.slice, "held", but=node.value)
+            self._test(node.slice, "looked up")
             for one in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
                 if is_mask(one):
                     self._test(one, "selected", but=node.value)

@@ -14,6 +14,7 @@ from gpumem_magic.looks.decisions import (
     forget,
     goes_by_an_if,
     is_printed,
+    looks_up,
     makes_a_size,
     selects,
 )
@@ -87,5 +88,6 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
         return "check"
     if stepping:
         return "step"
-    # Tokens become a text, which looks like one; a single number is seen to be zero.
-    return "text" if listed and any(is_printed(*place) for place in (read, *stack[own:])) else ""
+    # Tokens become a text, which looks like one, and so does a name of a list; a single number is seen to be zero.
+    told = listed or (whole and looks_up(*read, within))
+    return "text" if told and any(is_printed(*place) for place in (read, *stack[own:])) else ""
