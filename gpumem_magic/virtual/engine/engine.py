@@ -67,7 +67,7 @@ from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.host_checks import refused_by_host
 from gpumem_magic.virtual.engine.kernel_types import may_refuse, refuse_types
-from gpumem_magic.virtual.engine.layouts import LAYOUTS, as_kernels_lay
+from gpumem_magic.virtual.engine.layouts import as_kernels_lay, layout_of
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     IN_FULL_PRECISION,
@@ -644,9 +644,10 @@ class Engine:
                 if func in ASKED_INSTEAD:
                     asked = ASKED_INSTEAD[func](func, args, kwargs)
                 out = self.fake.dispatch(asked[0], (), *asked[1:])
-            if func in LAYOUTS:
+            layout = layout_of(func)
+            if layout:
                 with tensors.no_functions(), tensors.no_dispatch():
-                    out = as_kernels_lay(func, args, out, self.alike.around)
+                    out = as_kernels_lay(layout, args, kwargs, out, self.alike.around)
             if looks is not None:
                 with tensors.no_functions(), tensors.no_dispatch():
                     # (Where the host computes, it says so itself.)

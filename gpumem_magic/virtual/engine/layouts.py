@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.virtual.engine import strides
 from gpumem_magic.virtual.engine.modes import META, made_plainly
 
 # A plain meta tensor that lies as a result does, of the operator's arguments and that result.
@@ -18,6 +19,9 @@ Lies = Callable[[Any, torch.Tensor], torch.Tensor]
 # An operator -> how so many of its results lie, from the first on; None: as the rule says.
 LAYOUTS: dict[Any, Sequence[Lies | None]] = {}
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+# Names of numbers that go through a kernel as operands of no dimension (`wrapped_scalar_tensor`); others only tell it what to do.
+_OPERANDS = {"self", "other", "x", "n"}
+_BY_NUMBER: dict[Any, Sequence[Lies | None]] = {}
 
 
 def in_one_piece(args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -26,30 +30,44 @@ def in_one_piece(args: Any, result: torch.Tensor) -> torch.Tensor:
 
 
 def as_an_image(place: int) -> Lies:
-    """With channels last where they are so in that argument, else in one piece (`suggest_memory_format`)."""
+    """With channels last where that argument's lie so, else in one piece (`suggest_memory_format`)."""
 
     def lies(args: Any, result: torch.Tensor) -> torch.Tensor:
         last, source = _LAST.get(result.dim()), args[place]
-        if last is None or source.is_contiguous() or not source.is_contiguous(memory_format=last):
+        if last is None or not strides.like_channels_last(source.shape, source.stride()):
             return in_one_piece(args, result)
         return made_plainly(torch.empty, result.shape, dtype=result.dtype, device=META, memory_format=last)
 
     return lies
 
 
-def number_by_number(*places: int) -> Lies:
-    """As a sum of these arguments would (`TensorIterator`): where they differ, the first decides."""
+def as_another(place: int) -> Lies:
+    """As that argument (`empty_like`)."""
 
     def lies(args: Any, result: torch.Tensor) -> torch.Tensor:
-        first, *others = (
-            made_plainly(torch.empty_strided, args[place].shape, args[place].stride(), dtype=result.dtype, device=META)
-            for place in places
-        )
-        for other in others:
-            first = made_plainly(torch.add, first, other)
-        return first
+        source = args[place]
+        if source.layout is not torch.strided or result.layout is not torch.strided:
+            return result
+        return _lying(strides.of_one_like(source.shape, source.stride()), result)
 
     return lies
+
+
+def number_by_number(*places: int) -> Lies:
+    """As these arguments, which go through a kernel together (`TensorIterator`)."""
+
+    def lies(args: Any, result: torch.Tensor) -> torch.Tensor:
+        given = [args[place] for place in places if place < len(args) and args[place] is not None]
+        if any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in (result, *given)):
+            return result
+        looks = [(one.shape, one.stride()) if isinstance(one, torch.Tensor) else ((), ()) for one in given]
+        return _lying(strides.of_operands(result.shape, looks), result)
+
+    return lies
+
+
+def _lying(its_strides: Sequence[int], result: torch.Tensor) -> torch.Tensor:
+    return made_plainly(torch.empty_strided, result.shape, its_strides, dtype=result.dtype, device=META)
 
 
 def as_a_view(args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -69,14 +87,38 @@ def as_a_view(args: Any, result: torch.Tensor) -> torch.Tensor:
     return meta
 
 
-def as_kernels_lay(func: Any, args: Any, out: Any, around: Callable[[torch.Tensor, torch.device], Any]) -> Any:
-    """An operator's results as `LAYOUTS` says. around: makes a virtual tensor of a plain meta tensor."""
+def layout_of(func: Any) -> Sequence[Lies | None]:
+    """How its results lie where PyTorch's rule may say otherwise; none where it is right."""
+    if func in LAYOUTS:
+        return LAYOUTS[func]
+    if func not in _BY_NUMBER:
+        schema: Any = getattr(func, "_schema", None)
+        by_number = schema is not None and torch.Tag.pointwise in func.tags and not schema.is_mutable
+        places = [place for place, one in enumerate(schema.arguments) if _is_operand(one)] if by_number else ()
+        _BY_NUMBER[func] = (number_by_number(*places),) if places else ()
+    return _BY_NUMBER[func]
+
+
+def _is_operand(argument: Any) -> bool:
+    kind = argument.real_type
+    if isinstance(kind, torch.OptionalType):
+        kind = kind.getElementType()
+    return isinstance(kind, torch.TensorType) or (isinstance(kind, torch.NumberType) and argument.name in _OPERANDS)
+
+
+def as_kernels_lay(
+    layout: Sequence[Lies | None], args: Any, kwargs: Any, out: Any, around: Callable[[torch.Tensor, torch.device], Any]
+) -> Any:
+    """An operator's results as `layout_of` says. around: makes a virtual tensor of a plain meta tensor."""
+    if kwargs.get("memory_format") not in (None, torch.preserve_format):
+        return out
     several = isinstance(out, (tuple, list))
-    results = list(out) if several else [out]
-    for place, lies in enumerate(LAYOUTS[func]):
+    results: list[Any] = list(out) if several else [out]
+    for place, lies in enumerate(layout):
         result = results[place]
-        if lies is not None and result is not None:
-            plain = lies(args, result)
-            if plain.stride() != result.stride():
-                results[place] = around(plain, result.fake_device)
+        if lies is None or result is None or any(result is arg for arg in args):
+            continue
+        plain = lies(args, result)
+        if plain is not result and plain.stride() != result.stride():
+            results[place] = around(plain, result.fake_device)
     return tuple(results) if several else results[0]

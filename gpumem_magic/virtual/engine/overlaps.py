@@ -13,6 +13,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import strides
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Beside what works element by element. (Filling may meet itself.)
@@ -118,10 +119,4 @@ def _meet(written: VirtualTensor, read: VirtualTensor, same: bool) -> bool:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Without gaps, in whichever order."""
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1 and stride != expected:
-            return False
-        expected *= length
-    return True
+    return strides.is_dense(tensor.shape, tensor.stride())

@@ -11,7 +11,15 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.layouts import LAYOUTS, Lies, as_a_view, as_an_image, in_one_piece, number_by_number
+from gpumem_magic.virtual.engine.layouts import (
+    LAYOUTS,
+    Lies,
+    as_a_view,
+    as_an_image,
+    as_another,
+    in_one_piece,
+    number_by_number,
+)
 
 
 def _of_a_batch_norm(args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -22,6 +30,17 @@ def _of_a_batch_norm(args: Any, result: torch.Tensor) -> torch.Tensor:
 
 _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("view _unsafe_view", (as_a_view,)),
+    # `empty_like` (``TensorFactories.cpp``, ``TensorConversions.cpp``, ``TensorTransformations.cpp``, ``UnaryOps.cpp``,
+    # ``Activation.cpp``, ``Dropout.cu``, ``Sorting.cpp``).
+    ("clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like", (as_another(0),)),
+    ("flip nan_to_num hardtanh _prelu_kernel", (as_another(0),)),
+    ("frexp.Tensor native_dropout sort sort.stable", (as_another(0), as_another(0))),
+    # A clone with MemoryFormat::Contiguous (``TensorAdvancedIndexing.cpp``), `set_output` without strides (``TriangularOps.cpp``,
+    # ``SoftMax.cpp``, ``Pow.cpp``), an `empty` (``Distributions.cpp`` and ``DistributionTemplates.h``).
+    ("masked_fill.Scalar masked_fill.Tensor tril triu _softmax _log_softmax pow.Scalar", (in_one_piece,)),
+    ("normal.Tensor_Tensor normal.Tensor_float normal.float_Tensor", (in_one_piece,)),
+    # The second operand comes first (``Activation.cpp``, ``BinaryOps.cpp``).
+    ("threshold_backward leaky_relu_backward rsub.Tensor", (number_by_number(1, 0),)),
     # `empty_like` of the input once it lies plainly (``layer_norm_kernel.cu``).
     ("native_layer_norm_backward", (in_one_piece, in_one_piece, in_one_piece)),
     ("_fused_rms_norm_backward", (in_one_piece, in_one_piece)),
@@ -39,8 +58,8 @@ _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     # `build_borrowing_binary_op` of the gradient and what it goes with (``Activation.cpp``), where PyTorch has a formula.
     ("softplus_backward hardsigmoid_backward", (number_by_number(0, 1),)),
     ("elu_backward", (number_by_number(0, 5),)),
-    # (``BinaryOps.cpp``)
-    ("copysign.Tensor xlogy.Tensor", (number_by_number(0, 1),)),
+    # (``BinaryOps.cpp``, ``Activation.cpp``)
+    ("floor_divide softshrink_backward", (number_by_number(0, 1),)),
 )
 for _names, _lies in _TABLE:
     # (2.9 has no `_fused_rms_norm_backward`.)
