@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch._decomp import decomposition_table
 
 from gpumem_magic.looks.code import TORCH, whose
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -86,9 +89,41 @@ def is_made_of_others(func: Any) -> bool:
     )
 
 
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+
+
 def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs such an operator as C++ does."""
-    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    """Runs such an operator as C++ does. In inference mode it comes whole, and its parts' views are still to be followed."""
+    if not torch.is_inference_mode_enabled() or _follows_views(func.name()):
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded - _VIEWS):
+        return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+@functools.cache
+def _follows_views(name: str) -> bool:
+    """Whether C++ follows the views of an operator as a whole (``chunk``, ``narrow``)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "ADInplaceOrView")
+
+
+_NOTHING_ELSE: AbstractContextManager[Any] = nullcontext()
+# What C++ makes anew outside of inference mode (2.11 and 2.13 were tried).
+_COUNTED = frozenset(overloads("detach view.dtype"))
+
+
+def inference_of(func: Any, args: Any) -> AbstractContextManager[Any]:
+    """For what makes a view: one of a tensor of inference mode has no count of what is written to it outside of that mode either
+    (`TensorImpl.cpp`), but a fake tensor has, since it is made by `detach`."""
+    if (
+        func.is_view
+        and func not in _COUNTED
+        and isinstance(args[0], torch.Tensor)
+        and args[0].is_inference()
+        and not torch.is_inference_mode_enabled()
+    ):
+        return torch.inference_mode()
+    return _NOTHING_ELSE
 
 
 # Those with a kernel of CUDA's own, though the host has none.

@@ -50,6 +50,7 @@ from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     device_among,
     giving,
+    inference_of,
     is_made_of_others,
     may_allocate,
     may_resize,
@@ -76,6 +77,7 @@ from gpumem_magic.virtual.engine.mismatch import (
     refuse_half_precision,
     refuse_mixed_devices,
     refuse_mixed_types,
+    refuse_to_grow,
 )
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -628,6 +630,7 @@ class Engine:
                 return self._as_meta(func, args, kwargs)
             refuse_mixed_devices(func, args, kwargs)
         refuse_mixed_types(func, args)
+        refuse_to_grow(func, args)
         if func in IN_FULL_PRECISION:
             refuse_half_precision(func, args, kwargs)
         if func in ARGUMENT_CHECKS:
@@ -639,7 +642,7 @@ class Engine:
         refusal: Exception | None = None
         STATE.depth += 1
         try:
-            with plainly(args, tuple(kwargs.values())):
+            with plainly(args, tuple(kwargs.values())), inference_of(func, args):
                 asked = func, args, kwargs
                 if func in ASKED_INSTEAD:
                     asked = ASKED_INSTEAD[func](func, args, kwargs)

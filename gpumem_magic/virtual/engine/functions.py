@@ -14,7 +14,7 @@ import torch
 from gpumem_magic.looks.tensors import is_view
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
-from gpumem_magic.virtual.engine.host_calls import is_plain
+from gpumem_magic.virtual.engine.host_calls import is_always_replaced, is_plain
 from gpumem_magic.virtual.engine.modes import STATE, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -221,7 +221,11 @@ class FunctionCalls:
         # (A device that is named is not the host's.)
         named = (*heard.args, *heard.kwargs.values())
         kind = type(out) if several else None
-        on_host = not any(isinstance(one, torch.device) for one in named) and (kind is None or is_plain(heard.func))
+        on_host = (
+            not any(isinstance(one, torch.device) for one in named)
+            and (kind is None or is_plain(heard.func))
+            and not is_always_replaced(heard.func)
+        )
         names = tuple(heard.kwargs)
         return Shortcut(heard.func, found, names, nested, writes, bool(silently), answer, on_host, kind)
 

@@ -23,12 +23,14 @@ class Equivalent(NamedTuple):
     """What the host does in place of an operator.
 
     gives: the number of the result with which something is kept for the gradient; the function returns (results, that). takes:
-    the number of the argument with which it was kept; the function gets it as its first argument.
+    the number of the argument with which it was kept; the function gets it as its first argument. always: whether the host must
+    not even run what the program called, and that came down to the operator.
     """
 
     function: _Function
     gives: int | None
     takes: int | None
+    always: bool
 
 
 EQUIVALENT: dict[Any, Equivalent] = {}
@@ -36,12 +38,14 @@ EQUIVALENT: dict[Any, Equivalent] = {}
 _PLAIN: dict[int, tuple[bool, Any]] = {}
 
 
-def equivalent(*functions: Any, gives: int | None = None, takes: int | None = None) -> Callable[[_Function], _Function]:
+def equivalent(
+    *functions: Any, gives: int | None = None, takes: int | None = None, always: bool = False
+) -> Callable[[_Function], _Function]:
     """Registers what the host does in place of an operator: a function with its arguments and results, on host tensors."""
 
     def register(function: _Function) -> _Function:
         for one in functions:
-            EQUIVALENT[one] = Equivalent(function, gives, takes)
+            EQUIVALENT[one] = Equivalent(function, gives, takes, always)
         return function
 
     return register
@@ -57,6 +61,11 @@ def is_plain(func: Any) -> bool:
     if isinstance(func, torch._ops.OpOverload):
         _PLAIN[id(func)] = plain, func
     return plain
+
+
+def is_always_replaced(func: Any) -> bool:
+    found = EQUIVALENT.get(func)
+    return found is not None and found.always
 
 
 def plain_function(func: Any) -> _Function | None:

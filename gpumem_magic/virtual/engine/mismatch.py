@@ -144,6 +144,21 @@ def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
         raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
+def refuse_to_grow(func: Any, args: Any) -> None:
+    """Raises CUDA's error where what is written in place would have to be larger (`compute_shape` in ``TensorIterator.cpp``):
+    some of PyTorch's rules in Python give it another size."""
+    if not (args and func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags):
+        return
+    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
+    try:
+        wanted = torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        # (The operator says so itself.)
+        return
+    if isinstance(args[0], torch.Tensor) and wanted != shapes[0]:
+        raise RuntimeError(f"output with shape {list(shapes[0])} doesn't match the broadcast shape {list(wanted)}")
+
+
 def refuse_mixed_types(func: Any, args: Any) -> None:
     """Raises CUDA's error for matrices, or input and weight, of different types: shape rules do not look at that. For an operator
     without a kernel, too."""

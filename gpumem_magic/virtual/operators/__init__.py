@@ -11,6 +11,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
 * operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
   `written_gradients`, `own_formulas`;
   what older versions keep: `kept_inputs`;
+* what the host does otherwise where it computes: `equivalents`, `integer_division`;
 * tensors and processes: `factories`, `semi_structured`, `known_zeros`, `autocast`, `collectives`.
 
 `workspaces` is cuBLAS's memory, which is kept after the operator.

@@ -1,0 +1,76 @@
+"""Quotients of integers that end a process on the host, or raise there, and do neither on a card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gpumem_magic.virtual import gpu
+
+LEAST = -(2**31)
+DIVISIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "trunc": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
+    "floor": lambda x, y: torch.div(x, y, rounding_mode="floor"),
+    "//": lambda x, y: x // y,
+    "%": lambda x, y: x % y,
+    "fmod": torch.fmod,
+    "div_": lambda x, y: x.clone().div_(y, rounding_mode="trunc"),
+    "floor_divide_": lambda x, y: x.clone().floor_divide_(y),
+    "remainder_": lambda x, y: x.clone().remainder_(y),
+    "fmod_": lambda x, y: x.clone().fmod_(y),
+    "out": lambda x, y: torch.remainder(x, y, out=torch.zeros_like(x)),
+}
+REMAINDERS = {"%", "fmod", "remainder_", "fmod_", "out"}
+
+
+@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    gpu.turn_on(request.param)
+    yield request.param
+    gpu.turn_off()
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+def test_the_least_integer_has_a_quotient(device: str, name: str) -> None:
+    """By -1 the process ended (`SIGFPE`); on a card it stays the least."""
+    divide = DIVISIONS[name]
+    expected = [0, 0] if name in REMAINDERS else [LEAST, -5]
+    numbers = torch.tensor([LEAST, 5], dtype=torch.int32, device="cuda")
+    for by in (-1, torch.full((2,), -1, dtype=torch.int32, device="cuda"), torch.tensor(-1, device="cuda")):
+        # (The second call of one that looks alike goes another way.)
+        assert divide(numbers, 1).shape == divide(numbers, 1).shape == (2,)
+        for _ in range(3):
+            assert divide(numbers, by).tolist() in (expected, [0, 0])
+    if "real" in device:
+        assert divide(numbers, -1).tolist() == expected
+        longer = numbers.long() * 2**32
+        assert divide(longer, -1).tolist()[0] == expected[0] * 2**32
+
+
+@pytest.mark.parametrize("name", DIVISIONS)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
+def test_by_zero_nothing_is_raised(device: str, name: str, dtype: torch.dtype) -> None:
+    numbers, zeros = torch.ones(3, dtype=dtype, device="cuda"), torch.zeros(3, dtype=dtype, device="cuda")
+    for by in (zeros, zeros[0], 0):
+        assert DIVISIONS[name](numbers, by).shape == (3,)
+    assert (4 % zeros).dtype == dtype
+    if "real" in device:
+        mixed = torch.arange(3, device="cuda").to(dtype)
+        assert (torch.full_like(mixed, 5) // mixed).tolist()[1:] == [5, 2]
+        assert (torch.full_like(mixed, 5) % mixed).tolist()[1:] == [0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
+@pytest.mark.parametrize("rounding", ["trunc", "floor"])
+def test_nothing_grows_in_place(device: str, dtype: torch.dtype, rounding: str) -> None:
+    """A quotient of known numbers was worked out in memory that nobody had filled, which ended the process."""
+    small = torch.ones(10, 1, 5, dtype=dtype, device="cuda")
+    with pytest.raises(
+        RuntimeError, match=r"output with shape \[10, 1, 5\] doesn't match the broadcast shape \[10, 10, 5\]"
+    ):
+        small.div_(torch.ones(10, 5, dtype=dtype, device="cuda"), rounding_mode=rounding)
+    assert small.shape == (10, 1, 5)
+    small.add_(small[:, :, :1]), small.div_(small[0].clone(), rounding_mode=rounding), small.mul_(2)
