@@ -103,7 +103,6 @@ def test_after_off_builds_for_the_host_refuse_as_before(notebook: Any) -> None:
         lambda x: torch.LongTensor([[x[0], x[1]]]),
         lambda x: torch.Tensor([x[0], x[1]]),
         lambda x: torch.zeros(2).fill_(x[1]),
-        lambda x: torch.zeros(2).masked_fill(torch.tensor([True, False]), x[1]),
     ],
 )
 def test_numbers_of_the_device_are_gathered_in_a_list(gather: Callable[[torch.Tensor], torch.Tensor]) -> None:

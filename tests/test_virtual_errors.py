@@ -316,6 +316,10 @@ def test_shape_errors_are_not_logged(caplog: pytest.LogCaptureFixture, capfd: py
             "expected self and mask to be on the same device, but got mask on cpu and self on cuda:0",
         ),
         (
+            lambda: torch.zeros(3).masked_fill(torch.zeros(3).bool(), zeros(())),
+            "masked_fill_: Expected inputs to be on same device",
+        ),
+        (
             lambda: F.scaled_dot_product_attention(zeros(1, 1, 2, 4), *[torch.zeros(1, 1, 2, 4)] * 2),
             "Expected query, key, and value to have the same device type, but got query.device: cuda:0 key.device: cpu and "
             "value.device: cpu instead.",

@@ -175,6 +175,8 @@ REFUSED = [
     ("torch.complex(x, x).floor()", NotImplementedError, "floor is not supported for complex inputs"),
     ("torch.complex(x, x).max()", NotImplementedError, "\"max_all\" not implemented for 'ComplexFloat'"),
     ("torch.complex(x, x).amin(1)", NotImplementedError, "\"min_values_cuda\" not implemented for 'ComplexFloat'"),
+    ("torch.complex(x, x).aminmax()", NotImplementedError, "\"aminmax_all_cuda\" not implemented for 'ComplexFloat'"),
+    ("torch.complex(x, x).aminmax(dim=0)", NotImplementedError, "\"aminmax_cuda\" not implemented for 'ComplexFloat'"),
     ("torch.maximum(torch.complex(x, x), x)", RuntimeError, "maximum not implemented for complex tensors."),
     ("torch.complex(x, x).argsort()", RuntimeError, "Sort currently does not support complex dtypes on CUDA."),
     ("torch.complex(x, x).topk(1)", NotImplementedError, "\"topk_out_cuda\" not implemented for 'ComplexFloat'"),
@@ -197,9 +199,23 @@ REFUSED = [
         for call in ("normal_()", "uniform_()", "bernoulli_()", "copy_(x)", "addmm_(x, x)", "scatter_(0, i[None], x)")
     ),
     (
-        "y = img[0, :2, :2, :2]\ntorch.zeros(1, 2, 2, device=d).expand(2, 2, 2).baddbmm_(y, y)",
+        "y = img[0, :2, :2, :2]\ntorch.zeros(2, 1, 2, device=d).expand(2, 2, 2).baddbmm_(y, y)",
         RuntimeError,
         "unsupported operation: more than one element of the written-to",
+    ),
+    *(
+        (
+            f"y = img[0, :2, :2, :2]\n{call})",
+            RuntimeError,
+            "unsupported operation: more than one element of the written-to",
+        )
+        for call in (
+            "torch.mm(x, x, out=x[:1].expand(4, 4)",
+            "torch.addmm(x, x, x, out=x[:1].clone().expand(4, 4)",
+            "torch.bmm(y, y, out=torch.zeros(2, 1, 2, device=d).expand(2, 2, 2)",
+            "torch.cat([x, x], out=torch.zeros(1, 4, device=d).expand(8, 4)",
+            "torch.index_select(x, 0, n % 4, out=torch.zeros(1, 4, device=d).expand(len(n), 4)",
+        )
     ),
     *(
         (f"y = torch.zeros(8, device=d)\n{call}, out=y[2:6])", RuntimeError, "unsupported operation: some elements of")
@@ -263,6 +279,8 @@ ALLOWED = [
     "x.expand(1, 4, 4).normal_(), x[:, :1].expand(4, 1).uniform_(), x[:0].expand(0, 4).copy_(x[:0])",
     "x[1:].as_strided((3, 4), (4, 1)), x.as_strided((0, 9), (9, 9)), x.as_strided((2,), (1,), 14)",
     "x[0].expand(3, 4).as_strided((3, 4), (0, 1))",
+    "y = img[0, :2, :2, :2]\ntorch.zeros(1, 2, 2, device=d).expand(2, 2, 2).baddbmm_(y, y)",
+    "y = img[0, :2, :2, :2]\ntorch.bmm(y, y, out=torch.zeros(1, 2, 2, device=d).expand(2, 2, 2)), torch.mm(x, x, out=x)",
     "y = x[0].expand(3, 4)\ny.copy_(y), y.copy_(x[0].expand(3, 4))",
     "c = torch.complex(x, x)[0, 0]\nc.kthvalue(1), c.cummax(0), c.mode(), torch.zeros(3, 1, device=d).bool().mode(1)",
     "(x[0, 0] > 0).kthvalue(1)",

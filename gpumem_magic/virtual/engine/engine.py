@@ -455,7 +455,7 @@ class Engine:
         met = self._met.get(id(func)) or self._meet(func)
         if met.writes and type(args[0]) is VirtualTensor:
             if met.once:
-                refuse_itself(args)
+                refuse_itself(func, args)
             if met.stays_apart and len(args) > 1:
                 refuse_overlaps(args[0], args[1:])
             views_anew.note(args[0])
@@ -467,7 +467,7 @@ class Engine:
         if found is not None:
             return found[0]
         if met.has_types:
-            refuse_types(func, args)
+            refuse_types(func, args, kwargs)
         if met.handler is not None:
             return met.handler(self, func, args, kwargs, device)
         rule = kernel_rules.for_operator(func)

@@ -62,6 +62,8 @@ _KERNELS: dict[frozenset[torch.dtype], dict[str, str]] = {
     _REALS_AND_FLAGS: {
         # ``ReduceMaxValuesKernel.cu``, ``ReduceMinValuesKernel.cu``, ``Unique.cu``
         "max_values_cuda": "amax", "min_values_cuda": "amin", "max_all": "max", "min_all": "min", "unique": "_unique2",
+        # ``ReduceAMinMaxKernel.cu``
+        "aminmax_all_cuda": "aminmax",
         # ``ScanKernels.cpp``, ``TensorModeKernel.cu``
         "cummax_cuda": "cummax", "cummin_cuda": "cummin", "cuda_mode": "mode",
     },
@@ -93,7 +95,7 @@ def _runs_none(func: Any, tensor: torch.Tensor, first: int) -> bool:
     return func in _COPIES_ONE and not tensor.dim()
 
 
-def refuse_types(func: Any, args: Any) -> None:
+def refuse_types(func: Any, args: Any, kwargs: Any) -> None:
     """Raises CUDA's error where an operator's kernel does not take the first argument's type."""
     if _runs_none(func, args[0], args[1] if len(args) > 1 else -1):
         return
@@ -108,4 +110,7 @@ def refuse_types(func: Any, args: Any) -> None:
     ):
         if func is _aten.histc.default and args[0].dtype == torch.float16:
             raise RuntimeError("HalfTensor is not supported")
-        raise NotImplementedError(f"\"{found[0]}\" not implemented for '{scalar_name(args[0].dtype)}'")
+        kernel = found[0]
+        if func is _aten.aminmax.default and kwargs.get("dim") is not None:
+            kernel = "aminmax_cuda"
+        raise NotImplementedError(f"\"{kernel}\" not implemented for '{scalar_name(args[0].dtype)}'")

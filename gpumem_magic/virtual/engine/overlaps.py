@@ -32,6 +32,9 @@ _ONCE_EACH = frozenset(
 )
 # What is written by ``out=`` and has to be apart from all that is read, beside what works by elements.
 _APART = frozenset(overloads("cat.out gather.out index_select.out"))
+# Products, which may be written over what is read. Those of a batch may be written over each other.
+_PRODUCTS = frozenset(overloads("mm.out addmm.out bmm.out baddbmm.out"))
+_BATCHES = frozenset(overloads("baddbmm_ bmm.out baddbmm.out"))
 _REFUSAL = (
     "unsupported operation: some elements of the input tensor and the written-to tensor refer to a single memory location. "
     "Please clone() the tensor before performing the operation."
@@ -55,21 +58,25 @@ def writes_once(func: Any) -> bool:
 
 
 def written_apart(func: Any) -> tuple[str, ...]:
-    """The names of the ``out=`` arguments which must be apart from what it reads."""
-    if func not in _APART and torch.Tag.pointwise not in getattr(func, "tags", ()):
+    """The names of the ``out=`` arguments which must be apart from what it reads, or from themselves."""
+    if func not in _APART and func not in _PRODUCTS and torch.Tag.pointwise not in getattr(func, "tags", ()):
         return ()
     return tuple(argument.name for argument in func._schema.arguments if argument.is_out)
 
 
-def refuse_itself(args: Any) -> None:
-    """Raises PyTorch's error where several elements of what is written first lie at one place (`has_internal_overlap`)."""
-    written = args[0]
-    if (
-        written.numel()
-        and any(length > 1 and not stride for length, stride in zip(written.shape, written.stride(), strict=True))
-        and not (len(args) > 1 and _are_one(written, args[1]))
-    ):
+def refuse_itself(func: Any, args: Any) -> None:
+    """Raises PyTorch's error where several elements of what is written first lie at one place."""
+    if _meets_itself(func, args[0]) and not (len(args) > 1 and _are_one(args[0], args[1])):
         raise RuntimeError(_REFUSAL_OF_ITSELF)
+
+
+def _meets_itself(func: Any, written: VirtualTensor) -> bool:
+    """`has_internal_overlap`, of what a kernel looks at."""
+    first = int(func in _BATCHES)
+    lengths, strides = written.shape[first:], written.stride()[first:]
+    return written.numel() > 0 and any(
+        length > 1 and not stride for length, stride in zip(lengths, strides, strict=True)
+    )
 
 
 def _are_one(written: VirtualTensor, read: Any) -> bool:
@@ -94,8 +101,14 @@ def refuse_written(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) ->
     read = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in names}))
     for name in names:
         written = kwargs.get(name)
-        if type(written) is VirtualTensor:
-            refuse_overlaps(written, read, same=func in _APART)
+        if type(written) is not VirtualTensor:
+            continue
+        if func in _PRODUCTS or func in _APART:
+            if _meets_itself(func, written) and all(one.numel() for one in read if isinstance(one, torch.Tensor)):
+                raise RuntimeError(_REFUSAL_OF_ITSELF)
+            if func in _PRODUCTS:
+                continue
+        refuse_overlaps(written, read, same=func in _APART)
 
 
 def refuse_overlaps(written: VirtualTensor, read: Iterable[Any], same: bool = False) -> None:

@@ -181,18 +181,13 @@ def _fills_on_device(engine: Engine, args: Any, kwargs: Any) -> bool:
     return any(isinstance(arg, VirtualTensor) for arg in before) or value.dim() > 0
 
 
-@special(
-    _aten.fill_.Tensor,
-    _aten.masked_fill.Tensor,
-    _aten.masked_fill_.Tensor,
-    plain=_fills_on_device,
-    by_looks=True,
-)
+@special(_aten.fill_.Tensor, plain=_fills_on_device, by_looks=True)
 def _fill(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """(`masked_fill` refuses that: `masked_fill__cuda` in ``cuda/Indexing.cu``.)"""
     if _fills_on_device(engine, args, kwargs):
         return engine.run(func, args, kwargs, device)
     *before, value = args
-    return getattr(func.overloadpacket, "Scalar")(*before, value.item())  # noqa: B009
+    return _aten.fill_.Scalar(*before, value.item())
 
 
 @special(
