@@ -29,6 +29,7 @@ from gpumem_magic.recording.model import (
     Sighting,
     Span,
 )
+from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.virtual.card.generations import LARGE_WORKSPACE, LT_WORKSPACE, WORKSPACE
 
@@ -44,6 +45,7 @@ _IDENTITY = (
     ("buffer", "buffers"),
     ("optimizer_state", "optimizer_state"),
     ("gradient", "gradients"),
+    ("weights", "parameters"),
 )
 _HOLDING_NAMES = ("named", "output")
 _MADE = ("host_copy", "factory")
@@ -152,6 +154,7 @@ class _Case:
     phase: Phase | None
     phases: PhaseMap
     carried: Label | None
+    frames: tuple[Frame, ...]
     stack: tuple[str, ...]
     sharing: tuple[str, ...]
     birth: Birth | None
@@ -176,6 +179,7 @@ class _Case:
             None if at_start else phases.at_event(allocation.born),
             phases,
             log.carried.get(allocation.address) if at_start else None,
+            frames,
             tuple(frame.name for frame in frames),
             sharing_functions(log, allocation),
             birth,
@@ -198,6 +202,14 @@ class _Case:
     @property
     def is_named(self) -> bool:
         return any(role in self.roles for role in _HOLDING_NAMES)
+
+    @property
+    def came_in_another_thread(self) -> bool:
+        """Whether the program put it on the device itself while a phase ran, which had no part in it: so does who loads the next
+        batch in a thread."""
+        if self.phase is None:
+            return False
+        return self.origin == "host_copy" or (self.origin is None and sites.site_of(self.frames) == sites.SCRIPT)
 
     @property
     def follows_forward(self) -> bool:
@@ -277,6 +289,8 @@ def _inputs(case: _Case) -> Label | None:
         if "input" in case.roles:
             return Label("inputs", "identity", case.name)
         return Label("inputs", "inferred", case.name) if set(case.roles) == {"named"} else None
+    if not {"input", "named"}.isdisjoint(case.roles) and case.came_in_another_thread:
+        return Label("inputs", "identity", case.name)
     if not case.between or "output" in case.roles:
         return None
     # Under no_grad a forward's output looks like an input to the next module; what a forward left behind is an output.

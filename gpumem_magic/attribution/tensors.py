@@ -7,6 +7,7 @@ those that a look at the program's variables found, at the moment nearest; a gra
 from __future__ import annotations
 
 import os
+import re
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation
 
 _OF_A_MODULE = frozenset({"parameters", "gradients"})
+_FIRST_NAME = re.compile(r"[.\[]")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class Tensors:
             # A gradient that is gone by the end is called as its parameter is within the model, which has no name of its own.
             place = self._place_of_gradient(one, label.name) if label.category == "gradients" else label.name
             # ``0.weight`` is a name within a model that nobody names.
-            return KEPT_BY_NAME, place if place.partition(".")[0].isidentifier() else ""
+            return KEPT_BY_NAME, place if _FIRST_NAME.split(place, maxsplit=1)[0].isidentifier() else ""
         if label.name and label.evidence == "stack" and (label.category == "gradients" or label.name in GATHERERS):
             return KEPT_BY_NAME, label.name
         saved = next((hold for hold in holds if hold.keeper == KEPT_BY_GRAPH), None)
@@ -160,6 +162,16 @@ class Tensors:
         seen = self._named[name]
         last = seen[bisect_right(seen, position, key=itemgetter(0)) - 1][0]
         return (last, one.index) in seen[bisect_left(seen, last, key=itemgetter(0)) :]
+
+    def is_former(self, one: Allocation, name: str, position: int) -> bool:
+        """Whether what a name is seen to hold next is there by now, and the name is still another's: ``y = y * 2`` has both."""
+        seen = self._named.get(name, ())
+        first = bisect_right(seen, position, key=itemgetter(0))
+        if not 0 < first < len(seen) or not self._has_still(name, one, position):
+            return False
+        last = bisect_right(seen, seen[first][0], key=itemgetter(0))
+        following = [index for _, index in seen[first:last]]
+        return one.index not in following and all(self._allocations[index].born < position for index in following)
 
     def _is_passing(self, one: Allocation) -> bool:
         """Whether it came and went within one statement."""

@@ -136,6 +136,7 @@ _COVERED = {
     "wide_loss": ("float32_copy",),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
+    "left_over_copy": ("growth",),
     "pinned_by_view": ("growth",),
     "unused_graphs": ("growth", "kept_graphs", "missing_no_grad", "retained_graph", "gradients_with_graphs"),
     "waiting_graphs": ("summed_losses", "kept_graphs", "growth", "unused_graphs"),

@@ -73,17 +73,19 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         return
     place = added(scene, main)
     # An object that carries a state on, in an attribute of its own.
-    roots = [one for one in scene.holdings.roots if one.name in others and one.type not in ("", "Tensor")]
+    roots = [one for one in scene.holdings.roots if one.name in (main.root, *others) and one.type not in ("", "Tensor")]
     states = ((one.name, scene.program.carried(one.type)) for one in roots)
     owner, state = next(((name, state) for name, state in states if state is not None), ("", None))
     if state is not None:
         attribute, place = state
         carrier = f"{owner}.{attribute}"
-        names = [one for one in [main.place, *others] if one != owner]
+        names = [one for one in [main.place, *others] if one != owner and not one.startswith(carrier)]
+        several = main.place.startswith(f"{carrier}[")
+        detached = f"tuple(one.detach() for one in {carrier})" if several else f"{carrier}.detach()"
         yield Cause(
             "kept_graphs",
             _carried_on(carrier, place, names, count, freed),
-            f"Carry on `{carrier}.detach()`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
+            f"Carry on `{detached}`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
             freed,
         )
         return
@@ -131,10 +133,11 @@ def _backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Writt
 
 def _carried_on(carrier: str, where: Written, names: Sequence[str], count: int, freed: int) -> str:
     """names: the others that reach the graphs."""
-    rest = f"{', '.join(map(quoted, names[:3]))} {'reaches' if len(names) == 1 else 'reach'}"
+    reach = "reaches" if len(names) == 1 else "reach"
+    rest = f" ({', '.join(map(quoted, names[:3]))} {reach} them, too)" if names else ""
     return (
         f"{quoted(carrier)} ({where.words}, `{where.shown}`) carries the graph on from each iteration to the next, so "
-        f"those of {count} iterations are alive ({rest} them, too): {human(freed)} that were saved for backward."
+        f"those of {count} iterations are alive{rest}: {human(freed)} that were saved for backward."
     )
 
 

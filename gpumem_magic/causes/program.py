@@ -237,17 +237,17 @@ class ProgramText:
         ]
 
     def carried(self, kind: str) -> tuple[str, Written] | None:
-        """An attribute of a class's objects that is made from itself (``self.h = self.cell(x, self.h)``), and where."""
+        """An attribute of a class's objects that is made from itself (``out, self.h = self.lstm(x, self.h)``), and where."""
         for one in self._mentioning("self"):
             for node in one.everywhere:
-                target = node.targets[0] if isinstance(node, ast.Assign) else None
-                if not isinstance(node, ast.Assign) or not isinstance(target, ast.Attribute):
+                if not isinstance(node, ast.Assign) or kind not in one.around(node.lineno, (ast.ClassDef,)):
                     continue
                 again = [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
-                whole = ast.dump(target.value)
-                from_itself = any(part.attr == target.attr and ast.dump(part.value) == whole for part in again)
-                if from_itself and kind in one.around(node.lineno, (ast.ClassDef,)):
-                    return target.attr, one.place(node)
+                for target in _targets(node.targets[0]):
+                    if isinstance(target, ast.Attribute):
+                        whole = ast.dump(target.value)
+                        if any(part.attr == target.attr and ast.dump(part.value) == whole for part in again):
+                            return target.attr, one.place(node)
         return None
 
     def carried_on(self, names: Collection[str]) -> list[tuple[str, Written]]:
@@ -393,11 +393,16 @@ def _fills(node: ast.stmt, name: str) -> bool:
 
 def _plain_targets(target: ast.expr) -> Iterator[ast.Name]:
     """The variables among what is assigned to."""
-    for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
-        if isinstance(part, ast.Name):
-            yield part
-        elif isinstance(part, (ast.Tuple, ast.List)):
-            yield from _plain_targets(part)
+    yield from (part for part in _targets(target) if isinstance(part, ast.Name))
+
+
+def _targets(target: ast.expr) -> Iterator[ast.expr]:
+    """What is assigned to, each for itself."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for part in target.elts:
+            yield from _targets(part)
+    else:
+        yield target
 
 
 def _going_in(value: ast.expr) -> set[str]:

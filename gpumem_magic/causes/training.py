@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene, partnered, requested
+from gpumem_magic.causes.places import quoted
 from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
@@ -135,7 +136,7 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         )
         yield Cause(
             "optimizer_states",
-            f"The first step of {step.label} allocated its states, which stay: {human(size_of(new))}{whole}.",
+            f"The first step of {quoted(step.label)} allocated its states, which stay: {human(size_of(new))}{whole}.",
             "",
             size_of(new),
             describes=True,
@@ -158,8 +159,8 @@ def optimizer_history(scene: Scene) -> Iterator[Cause]:
     most = int(given[-1]) if given else _USUAL_HISTORY
     yield Cause(
         "optimizer_history",
-        f"{step.label} (LBFGS) keeps two vectors as long as all parameters ({human(vector)}) for each of its last iterations, up "
-        f"to `history_size` ({most}): {human(size_of(kept))}.",
+        f"{quoted(step.label)} (LBFGS) keeps two vectors as long as all parameters ({human(vector)}) for each of its last "
+        f"iterations, up to `history_size` ({most}): {human(size_of(kept))}.",
         f"`history_size={_SHORT_HISTORY}` keeps at most {human(2 * _SHORT_HISTORY * vector)} of these.",
         size_of(kept),
         describes=True,
@@ -197,7 +198,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         remedy = f"{remedy[0].upper()}{remedy[1:]}."
     yield Cause(
         "optimizer_temporaries",
-        f"The peak is inside the step of {steps[place].label}: its temporaries take {human(size_of(used))}.",
+        f"The peak is inside the step of {quoted(steps[place].label)}: its temporaries take {human(size_of(used))}.",
         remedy,
         size_of(used),
         describes=True,

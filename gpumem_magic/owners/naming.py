@@ -282,13 +282,13 @@ def _seconds(walk: Traversal) -> set[int]:
 
 
 def _of_loops(walk: Traversal, roots: Iterable[int], children: Mapping[int, Sequence[int]]) -> set[tuple[int, int]]:
-    """(root, module) of variables that hold one module of a row of its kind, where no other of the row has a variable."""
+    """(root, module or optimizer) of variables that hold one of a row of its kind, where no other of the row has a variable."""
     holding = {
         module: root
         for root in roots
         if walk.objects[root].kind == "variable"
         for module in children[root]
-        if tensors.is_module(walk.objects[module])
+        if _is_of_a_row(walk.objects[module])
     }
     found = set()
     for thing in map(walk.objects.__getitem__, children) if holding else ():
@@ -301,12 +301,16 @@ def _of_loops(walk: Traversal, roots: Iterable[int], children: Mapping[int, Sequ
 
 
 def _row_in(thing: Any) -> list[Any]:
-    """The modules of a list of them."""
+    """The modules, or the optimizers, of a list of them."""
     if is_a(thing, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
         row: Iterable[Any] = [one for _, one in tensors.table(thing, tensors.MODULES)]
     else:
         row = members(thing) if is_a(thing, (list, tuple)) else ()
-    return [one for one in row if tensors.is_module(one)]
+    return [one for one in row if _is_of_a_row(one)]
+
+
+def _is_of_a_row(thing: Any) -> bool:
+    return tensors.is_module(thing) or tensors.is_optimizer(thing)
 
 
 def _best_paths(

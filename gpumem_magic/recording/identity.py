@@ -63,6 +63,8 @@ class Witness:
         self._states: dict[int, tuple[int, int]] = {}
         self._parameter_names: dict[int, str] = {}
         self._buffer_names: set[str] = set()
+        # By the names of parameters and buffers within their models, the shapes that they have.
+        self._shapes: dict[str, set[tuple[int, ...]]] = {}
         # By a module's id, the ids of its parameters at the last look at all of them, and their names.
         self._names_in: dict[int, tuple[list[int], list[str]]] = {}
         self._last_look: dict[str, tuple[int, int, int]] = {}
@@ -84,6 +86,7 @@ class Witness:
             self._states,
             self._parameter_names,
             self._buffer_names,
+            self._shapes,
             self._names_in,
             self._in_statement,
         ):
@@ -225,9 +228,11 @@ class Witness:
                 continue
             self._parameter_names[id(parameter)] = name
             self.has_wide_weights = self.has_wide_weights or tensors.dtype_name(parameter) == "float32"
+            self._knows_shape(name, parameter)
             self._see(parameter, "parameter", name)
         for name, buffer in tensors.tensors_of(module, tensors.BUFFERS):
             self._buffer_names.add(name)
+            self._knows_shape(name, buffer)
             self._see(buffer, "kv_cache" if caches.is_named(name) else "buffer", name)
         for name, tensor in caches.in_module(module, END_LIMIT):
             self._see(tensor, "kv_cache", name)
@@ -331,16 +336,51 @@ class Witness:
                 if self._last_look.get(place) != look:
                     self._last_look[place] = look
                     self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
-        for place, key, tensor in _in_state_dicts(value, name, limit, _DEPTH):
+        for place, key, tensor, is_certain in self._in_state_dicts(value, name, limit, _DEPTH):
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
-                role = "buffer" if key in self._buffer_names else "parameter"
+                role = "buffer" if key in self._buffer_names else "parameter" if is_certain else "weights"
                 # (Of a large one, the first alone were looked at above.)
                 for known_as, seen_as in ((place, "named"), (f"{place} of weights", role)):
                     if self._last_look.get(known_as) != look:
                         self._last_look[known_as] = look
                         self._add(look, seen_as, place)
         self._see_caches(value, name)
+
+    def _in_state_dicts(
+        self, value: Any, name: str, limit: int, depth: int
+    ) -> Iterator[tuple[str, str, torch.Tensor, bool]]:
+        """(place, key, tensor, whether PyTorch says so) of what `state_dict()` gave, or a copy of that, or a dictionary with the
+        names and shapes of a model's weights: weights, though no module's."""
+        if objects.is_a(value, (list, tuple)) and depth:
+            for number, one in enumerate(islice(objects.members(value), limit)):
+                yield from self._in_state_dicts(one, f"{name}[{number}]", limit, depth - 1)
+        if not objects.is_a(value, dict) or depth == 0:
+            return
+        is_certain = objects.attribute(value, "_metadata") is not None
+        is_one = is_certain or self._is_of_weights(value)
+        # (A model's weights are one thing: where some were told, and others not, the others would count as something else.)
+        for key, item in islice(dict.items(value), END_LIMIT if is_one else limit):
+            place = f"{name}[{objects.shown(key)[:40]}]" if objects.is_a(key, str) else ""
+            if is_one and place and tensors.is_tensor(item):
+                yield place, str(key), item, is_certain
+            elif place:
+                yield from self._in_state_dicts(item, place, limit, depth - 1)
+
+    def _is_of_weights(self, value: dict[Any, Any]) -> bool:
+        """Whether all in a dictionary have names and shapes of weights that were seen: ``{name: p.clone() for name, p in …}``."""
+        if not value or not self._shapes:
+            return False
+        return all(
+            objects.is_a(key, str)
+            and tensors.is_tensor(item)
+            and tensors.is_leaf(item)
+            and tensors.shape(item) in self._shapes.get(_without_wrappers(key), ())
+            for key, item in islice(dict.items(value), END_LIMIT)
+        )
+
+    def _knows_shape(self, name: str, tensor: torch.Tensor) -> None:
+        self._shapes.setdefault(_without_wrappers(name), set()).add(tensors.shape(tensor))
 
     def _see_variables_of(self, frame: FrameType) -> None:
         """What a function that failed still held by a variable of its own. (Who searches for owners has the name.)"""
@@ -456,18 +496,9 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
         yield from _tensors_in(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1)
 
 
-def _in_state_dicts(value: Any, name: str, limit: int, depth: int) -> Iterator[tuple[str, str, torch.Tensor]]:
-    """(place, key, tensor) of what `state_dict()` gave, or a copy of that: weights, though no module's."""
-    if not objects.is_a(value, dict) or depth == 0:
-        return
-    is_one = objects.attribute(value, "_metadata") is not None
-    # (A model's weights are one thing: where some were told, and others not, the others would count as something else.)
-    for key, item in islice(dict.items(value), END_LIMIT if is_one else limit):
-        place = f"{name}[{objects.shown(key)[:40]}]" if objects.is_a(key, str) else ""
-        if is_one and place and tensors.is_tensor(item):
-            yield place, str(key), item
-        elif place:
-            yield from _in_state_dicts(item, place, limit, depth - 1)
+def _without_wrappers(name: str) -> str:
+    """A weight's name within the model that DistributedDataParallel, or the compiler, has wrapped."""
+    return name.replace("module.", "").replace("_orig_mod.", "")
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

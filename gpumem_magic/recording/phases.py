@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections import Counter
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,9 +89,11 @@ class Phases:
         self._handles: list[Any] = []
         self._open: list[_Open] = []
         self._local = threading.local()
-        self._labels: dict[tuple[str, int], str] = {}
-        self._label_counts: Counter[str] = Counter()
-        self._first_optimizer: int | None = None
+        # By kind and id, with what it is: another may have its id once it is gone.
+        self._labels: dict[tuple[str, int], tuple[weakref.ref[Any], str]] = {}
+        # By a name, what has it: the first without a number.
+        self._having: defaultdict[str, list[weakref.ref[Any]]] = defaultdict(list)
+        self._first_optimizer: weakref.ref[torch.optim.Optimizer] | None = None
         self._running = False
 
     def start(self) -> None:
@@ -200,16 +203,19 @@ class Phases:
         )
 
     def _label(self, kind: str, thing: object) -> str:
-        """A variable's name, or the class's; the second nameless thing of a class is ``Adam (2)``."""
+        """A variable's name, or the class's; where another is there that has it, the second is ``Adam (2)``."""
         key = kind, id(thing)
-        if key not in self._labels:
+        of, label = self._labels.get(key, (None, ""))
+        if of is None or of() is not thing:
             written = as_written(thing)
             found = (self._witness.variable_of(one) for one in (thing, written))
             name = next(filter(None, found), "") or name_of_class(type(written))
-            self._label_counts[name] += 1
-            count = self._label_counts[name]
-            self._labels[key] = name if count == 1 else f"{name} ({count})"
-        return self._labels[key]
+            having = self._having[name]
+            place = next((place for place, one in enumerate(having) if one() is None), len(having))
+            having[place : place + 1] = [weakref.ref(thing)]
+            label = name if not place else f"{name} ({place + 1})"
+            self._labels[key] = weakref.ref(thing), label
+        return label
 
     # Modules. Every submodule's call comes through here, so the way of an inner one is short.
 
@@ -345,9 +351,10 @@ class Phases:
         return ended
 
     def _stepped(self, optimizer: torch.optim.Optimizer, moment: Moment | None) -> None:
-        if self._first_optimizer is None:
-            self._first_optimizer = id(optimizer)
-        if self._first_optimizer == id(optimizer):
+        # (Where each turn of a loop has an optimizer of its own, the next one is the first when that is gone.)
+        if self._first_optimizer is None or self._first_optimizer() is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if self._first_optimizer() is optimizer:
             self._step_ended()
         self._witness.step_ended(optimizer, moment)
 

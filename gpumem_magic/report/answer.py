@@ -289,7 +289,9 @@ def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
 def _is_nameless(members: Sequence[TensorGroup]) -> bool:
     """Whether nothing but a category is said of them."""
     first = members[0]
-    return not first.kept_by if first.category in OF_A_MODEL else first.shape is None and not _place(members)
+    if first.category in OF_A_MODEL:
+        return not first.kept_by
+    return first.shape is None and not (_place(members) or _kept(members))
 
 
 def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
@@ -307,7 +309,7 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     if first.operator == TRIALS:
         return f"{amount(size)} are {TRIALS}{place}, which come in the first run alone"
     if first.shape is None:
-        return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}"
+        return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}{_kept(members)}"
     if first.dtype == "uint8" and first.operator.startswith("cudnn"):
         # Bytes without a form that anybody would know.
         return f"{amount(size)} are what cuDNN keeps for the backward{place}"

@@ -36,6 +36,8 @@ def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple
             # A library keeps it for all that follows: who came first says nothing.
             facts = replace(facts, statement="", line=0, expression="", inner="")
         keeper, place = view.tensors.keeper(one, position)
+        if view.tensors.is_former(one, place, position):
+            place = f"the former `{place}`"
         alike[_kind(facts, keeper, place)].append((one, facts, keeper, place))
     found = alike.values() if len(alike) <= most else _across_lines(alike.values())
     groups = [_group(members) for members in found]

@@ -1,0 +1,134 @@
+"""Whom a report names as what memory is, and as what keeps it, where a name is used again, or has copies of something."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from causes_cells import Notebook, names, notebook
+
+LAYERS = "model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(3)]).cuda()\n"
+TRAIN = "loss = model(torch.randn(8, 1024, device='cuda')).square().mean(); loss.backward()\n"
+WEIGHTS = 3 * 1025 * 4096
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook("T4") as made:
+        yield made
+
+
+def test_a_name_that_is_given_anew_keeps_its_former_tensor_meanwhile(book: Notebook) -> None:
+    with book.forgetting():
+        book.cell("y = torch.randn(4096, 4096, device='cuda')")
+        report = book.measured("if True:\n    y = y * 2")
+    assert (
+        "are inputs, kept by the former `y`; 64.0 MiB are one (4096, 4096) float32 tensor of `y * 2`" in report.answer
+    )
+    assert [one.kept_by for one in report.tensors()] == ["the former `y`", "y"]
+    with book.forgetting():
+        book.cell("y = torch.randn(4096, 4096, device='cuda')")
+        report = book.measured("z = y * 2")
+    assert {one.kept_by for one in report.tensors()} == {"y", "z"}
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "kept = {k: v.clone() for k, v in model.state_dict().items()}",
+        "kept = {k: v.detach().clone() for k, v in model.named_parameters()}",
+        "kept = [{'module.' + k: 0.9 * v.detach() for k, v in model.named_parameters()}]",
+    ],
+)
+def test_copies_of_weights_by_their_names_are_weights(book: Notebook, copy: str) -> None:
+    with book.forgetting():
+        book.cell(LAYERS)
+        report = book.measured(TRAIN + copy)
+    after = report.checkpoints[-1].categories
+    assert after["parameters"] == 2 * WEIGHTS
+    assert after["gradients"] == WEIGHTS
+    assert (after["activations"] or 0) < 1024
+    assert any(one.category == "parameters" and one.kept_by == "kept" for one in report.tensors())
+
+
+def test_other_dictionaries_are_no_weights(book: Notebook) -> None:
+    with book.forgetting():
+        book.cell(LAYERS)
+        report = book.measured(
+            TRAIN + "kept = {k: v.detach().sum(0) for k, v in model.named_parameters() if v.ndim == 2}"
+        )
+        assert report.checkpoints[-1].categories["parameters"] == WEIGHTS
+        report = book.measured("kept = {k: v.grad for k, v in model.named_parameters()}")
+    assert report.checkpoints[-1].categories["gradients"] == WEIGHTS
+
+
+def test_a_batch_that_a_thread_moves_while_a_phase_runs_is_an_input(book: Notebook) -> None:
+    """Whichever phase it is: a hook waits for the thread, which would reach that moment by chance."""
+    with book.forgetting():
+        book.cell(
+            LAYERS + "import threading\nbatches = []\n"
+            "def load():\n    batches.append(torch.randn(4096, 1024).to('cuda'))\n"
+            "def meanwhile(*_):\n    one = threading.Thread(target=load)\n    one.start()\n    one.join()\n"
+            "model[0].register_forward_hook(meanwhile)\nmodel[1].register_full_backward_hook(meanwhile)\nload()"
+        )
+        report = book.measured("for _ in range(3):\n    model(batches[0]).sum().backward()\n    del batches[0]")
+    loaded = [one for one in report.tensors(at=report.checkpoints[-1]) if one.inner.endswith("load")]
+    assert sum(one.count for one in loaded) == 4
+    assert {one.category for one in loaded} == {"inputs"}
+
+
+def test_what_a_loop_over_optimizers_steps_belongs_to_their_list(book: Notebook) -> None:
+    with book.forgetting():
+        book.cell(
+            "nets = [nn.Linear(1024, 1024).cuda() for _ in range(4)]\n"
+            "opts = [torch.optim.AdamW(one.parameters()) for one in nets]"
+        )
+        report = book.measured(
+            "for _ in range(3):\n"
+            "    sum(one(torch.randn(8, 1024, device='cuda')).mean() for one in nets).backward()\n"
+            "    for o in opts:\n        o.step()"
+        )
+    owners = {one.category: one.kept_by for one in report.tensors() if one.category in ("optimizer_state", "gradients")}
+    assert owners == {"optimizer_state": "opts", "gradients": "nets"}
+    assert "`o`" not in report.answer
+
+
+def test_an_optimizer_for_each_turn_is_told_apart_from_one_that_is_gone(book: Notebook) -> None:
+    """Its id may be that of one that was there before, as chance would have it."""
+    with book.forgetting():
+        book.cell("model = nn.Linear(1024, 1024).cuda()")
+        report = book.measured(
+            "for _ in range(4):\n    o = torch.optim.AdamW(model.parameters())\n    "
+            + TRAIN.strip()
+            + "; o.step(); o.zero_grad()"
+        )
+    steps = [span.label for span in report.source.recording.spans if span.kind == "optimizer"]
+    assert steps == ["o"] * 4
+    assert "The first step of `o` allocated its states" in str(report.explain())
+    assert "steady" in names(report)
+
+
+def test_a_state_of_several_tensors_in_an_attribute_is_carried_on_without_its_graph(book: Notebook) -> None:
+    trainer = (
+        "class Trainer:\n"
+        "    def __init__(self):\n"
+        "        self.net, self.state = nn.LSTM(64, 512).cuda(), None\n"
+        "    def step(self, x):\n"
+        "        out, self.state = self.net(x, self.state)\n"
+        "{0}"
+        "        loss = out.square().mean()\n"
+        "        loss.backward({1})\n"
+        "        return loss\n"
+        "trainer = Trainer()\n"
+    )
+    loop = "for _ in range(4):\n    loss = trainer.step(torch.randn(64, 64, 64, device='cuda'))"
+    with book.forgetting():
+        book.cell(trainer.format("", "retain_graph=True"))
+        report = book.measured(loop)
+        remedy = "tuple(one.detach() for one in trainer.state)"
+        assert f"Carry on `{remedy}`: the graph then ends with its iteration" in report.answer
+        book.cell("del trainer, loss")
+        book.cell(trainer.format(f"        self.state = {remedy.replace('trainer', 'self')}\n", ""))
+        mended = book.measured(loop)
+    assert mended.peak.allocated < 0.7 * report.peak.allocated
+    assert "kept_graphs" not in names(mended)
