@@ -79,16 +79,6 @@ def test_old_constructors_on_cuda_take_sizes_lists_and_arrays(name: str) -> None
     assert (like.shape, like.dtype, like.is_cuda) == ((2, 2), made[0].dtype, True)
 
 
-def test_a_nested_tensor_is_refused_in_one_line() -> None:
-    for build in (
-        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device="cuda"),
-        lambda: torch.nested.nested_tensor([torch.ones(2, device="cuda")]),
-    ):
-        with pytest.raises(NotImplementedError, match="cannot hold a nested tensor"):
-            build()
-    assert torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).is_nested
-
-
 @pytest.mark.filterwarnings("ignore:.*quant")
 def test_quantised_tensors_are_refused_and_what_to_do_is_said() -> None:
     x, scale, zero = torch.rand(4, 4, device="cuda"), torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")

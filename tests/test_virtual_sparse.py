@@ -170,7 +170,6 @@ def test_weights_of_edges_have_gradients() -> None:
     ("operation", "text"),
     [
         (lambda: matrix("cuda").cumsum(0), "virtual GPU cannot run aten.cumsum"),
-        (lambda: torch.nested.nested_tensor([torch.rand(2), torch.rand(3)]).cuda(), "cannot hold a nested tensor"),
         (lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8).cuda(), "cannot hold a quantised"),
     ],
 )

@@ -369,7 +369,7 @@ class Witness:
 
     def _is_of_weights(self, value: dict[Any, Any]) -> bool:
         """Whether all in a dictionary have names and shapes of weights that were seen: ``{name: p.clone() for name, p in …}``."""
-        if not value or not self._shapes:
+        if not dict.__len__(value) or not self._shapes:
             return False
         return all(
             objects.is_a(key, str)
@@ -498,7 +498,8 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
 
 def _without_wrappers(name: str) -> str:
     """A weight's name within the model that DistributedDataParallel, or the compiler, has wrapped."""
-    return name.replace("module.", "").replace("_orig_mod.", "")
+    # (Of a string's own class: the program may have keys with a `replace` of theirs.)
+    return str.replace(str.replace(name, "module.", ""), "_orig_mod.", "")
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

@@ -30,17 +30,12 @@ _VIEWS = {
     "unflatten", "swapaxes", "swapdims",
 }  # fmt: skip
 _QUESTIONS = {
-    "size",
-    "stride",
-    "dim",
-    "ndimension",
-    "numel",
-    "nelement",
-    "is_contiguous",
-    "is_same_size",
-    "storage_offset",
-}
-_QUESTIONS_OF_TYPE = {"is_floating_point", "is_complex", "is_signed", "element_size"}
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "is_contiguous", "is_same_size", "storage_offset",
+}  # fmt: skip
+# What the buffer answers for it.
+_OF_THE_BUFFER = {
+    "device", "is_cuda", "is_cpu", "is_meta", "requires_grad", "grad_fn", "is_leaf", "retains_grad", "output_nr",
+}  # fmt: skip
 _PARTS = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
 
 
@@ -244,17 +239,7 @@ def _attribute(func: Any, name: str, args: Any) -> Any:
             nested.buffer.requires_grad = args[1]
             return None
         refuse(f"setting `{attribute}`")
-    if attribute in (
-        "device",
-        "is_cuda",
-        "is_cpu",
-        "is_meta",
-        "requires_grad",
-        "grad_fn",
-        "is_leaf",
-        "retains_grad",
-        "output_nr",
-    ):
+    if attribute in _OF_THE_BUFFER:
         return getattr(nested.buffer, attribute)
     if attribute == "is_nested":
         return True
