@@ -220,6 +220,17 @@ def test_products_and_softmax_write_into_one_buffer() -> None:
 
 
 @pytest.mark.usefixtures("machine")
+def test_a_softmax_keeps_its_result_for_the_gradient_and_not_what_it_read() -> None:
+    weight = torch.empty(256, 256, device="cuda", requires_grad=True)
+    scores = F.linear(nested("cuda", [torch.empty(n, 256) for n in (128, 256)]), weight)
+    shares = torch.softmax(scores, -1)
+    before = torch.cuda.memory_allocated()
+    del scores
+    assert before - torch.cuda.memory_allocated() == 384 * 256 * 4
+    assert shares.requires_grad
+
+
+@pytest.mark.usefixtures("machine")
 def test_attention_takes_the_flash_kernel_for_sequences_of_any_length() -> None:
     """Two lists of ends for it; where heads lie behind each other the buffer is handed on, else copied."""
     tokens = nested("cuda", [torch.empty(n, 3 * 256, dtype=torch.half) for n in (100, 300)])

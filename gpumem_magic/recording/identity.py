@@ -499,7 +499,7 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
 def _without_wrappers(name: str) -> str:
     """A weight's name within the model that DistributedDataParallel, or the compiler, has wrapped."""
     # (Of a string's own class: the program may have keys with a `replace` of theirs.)
-    return str.replace(str.replace(name, "module.", ""), "_orig_mod.", "")
+    return str.replace(str.replace(name, "module.", ""), f"{tensors.COMPILED}.", "")
 
 
 def _alive(references: Mapping[int, weakref.ref[Any]]) -> list[Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +17,23 @@ import torch
 import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import nested_tensors
 from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, MATH, Chooser, fitting, order
-from gpumem_magic.virtual.operators.nested_tensors import NestedOnDevice, contiguous
+from gpumem_magic.virtual.operators.nested_tensors import Laid, NestedOnDevice, contiguous
 
-_aten = torch.ops.aten
-
-_BY_ELEMENT = "abs cos sin sqrt neg sgn relu gelu silu tanh logical_not isinf isnan isneginf isposinf native_dropout"
+_BY_ELEMENT = (
+    "abs cos sin sqrt neg sgn relu gelu silu tanh logical_not isinf isnan isneginf isposinf native_dropout "
+    "empty_like zeros_like ones_like full_like rand_like randn_like"
+)
 _IN_PLACE = "abs_ neg_ relu_ gelu_ silu_ tanh_ sgn_ logical_not_ zero_ fill_ normal_ requires_grad_ retain_grad"
+_OF_THE_BUFFER = (
+    "backward register_hook untyped_storage data_ptr record_stream is_floating_point is_complex is_signed element_size"
+)
 
 
 def install(patches: Patches, index_of: Callable[[Any], int | None], gpu_of: Callable[[int], Chooser]) -> None:
@@ -184,10 +191,8 @@ def _check_alike(one: NestedOnDevice, other: NestedOnDevice, name: str) -> None:
 
 def _with_a_dense(name: str, nested: NestedOnDevice, dense: torch.Tensor, nested_first: bool) -> NestedOnDevice:
     """[B, *, D] with [B, 1, D], and [B, *] with [B, 1]: one kernel, with nothing for autograd."""
-    rank, fits = (
-        nested.rank,
-        dense.dim() == nested.rank and dense.shape[0] == len(nested.sizes) and dense.shape[1] == 1,
-    )
+    rank = nested.rank
+    fits = dense.dim() == rank and dense.shape[0] == len(nested.sizes) and dense.shape[1] == 1
     fits = fits and (rank == 2 or (rank == 3 and nested.common(2) == dense.shape[2]))
     if not (nested_first and fits):
         first = "nested self and non-nested" if nested_first else "non-nested self and nested"
@@ -298,17 +303,6 @@ def _type_as(nested: NestedOnDevice, other: Any) -> Any:
     return _to(nested, other.device, other.dtype)
 
 
-def _like(name: str) -> Callable[..., Any]:
-    def rule(nested: NestedOnDevice, *args: Any, **kwargs: Any) -> NestedOnDevice:
-        return nested.alike(getattr(torch, name)(nested.buffer, *args, **kwargs))
-
-    return rule
-
-
-for _name in ("empty_like", "zeros_like", "ones_like", "randn_like", "rand_like", "full_like"):
-    _rule(_name)(_like(_name))
-
-
 # ---- the tensors in it, and all of it
 
 
@@ -350,7 +344,7 @@ def _of_the_buffer(name: str) -> Callable[..., Any]:
     return rule
 
 
-for _name in ("backward", "register_hook", "untyped_storage", "data_ptr", "record_stream"):
+for _name in _OF_THE_BUFFER.split():
     _rule(_name)(_of_the_buffer(_name))
 
 
@@ -604,9 +598,7 @@ def _fitting(nested: Sequence[NestedOnDevice], mask: Any, is_causal: bool, dropo
 
 def _ends(sequences: NestedOnDevice) -> torch.Tensor:
     """Where each sequence ends among all (`cumulative_and_max_seq_len_nnz`)."""
-    ends = [0]
-    for size in sequences.sizes:
-        ends.append(ends[-1] + size[0])
+    ends = list(accumulate((size[0] for size in sequences.sizes), initial=0))
     return torch.tensor(ends, dtype=torch.int32).to(sequences.device)
 
 
@@ -650,8 +642,8 @@ def _attention_by_products(
     if is_causal or mask is not None:
         query.size(-2)  # raises where the lengths differ
         nested_tensors.refuse("scaled_dot_product_attention with a mask, by products")
-    kind, half = query.dtype, (torch.half, torch.bfloat16)
-    if kind in half and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
+    kind = query.dtype
+    if kind in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = (_to(one, torch.float) for one in (query, key, value))
     factor = (query.size(-1) ** -0.5 if scale is None else scale) ** 0.5
     weights = torch.matmul(query * factor, key.transpose(-2, -1) * factor)
@@ -699,22 +691,17 @@ class _Copying(_TensorByTensor):
     """Into a buffer in which they lie plainly."""
 
     def __init__(self, nested: NestedOnDevice) -> None:
-        self.size, self.sizes, self.strides, self.offsets = (
-            nested.buffer.numel(),
-            nested.sizes,
-            nested.strides,
-            nested.offsets,
-        )
+        self.size, self.laid = nested.buffer.numel(), nested.laid
 
     def made(self, *buffers: torch.Tensor) -> torch.Tensor:
-        source = NestedOnDevice(buffers[0], self.sizes, self.strides, self.offsets)
-        out = NestedOnDevice(buffers[0].new_empty(sum(map(prod, self.sizes))), self.sizes)
-        _copied(source, out)
+        sizes = self.laid.sizes
+        out = NestedOnDevice(buffers[0].new_empty(sum(map(prod, sizes))), sizes)
+        _copied(NestedOnDevice(buffers[0], *self.laid), out)
         return out.buffer
 
     def gradients(self, grad: torch.Tensor, *kept: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out = NestedOnDevice(grad.new_zeros(self.size), self.sizes, self.strides, self.offsets)
-        _copied(NestedOnDevice(grad, self.sizes), out)
+        out = NestedOnDevice(grad.new_zeros(self.size), *self.laid)
+        _copied(NestedOnDevice(grad, self.laid.sizes), out)
         return (out.buffer,)
 
 
@@ -744,19 +731,21 @@ class _Softmax(_TensorByTensor):
     keeps = "made"
 
     def __init__(self, nested: NestedOnDevice, dim: int) -> None:
-        self.nested, self.dim = nested.alike(nested.buffer[:0]), dim
+        # (Not the tensor: what is read for a softmax is not kept for its gradient.)
+        self.laid, self.dim = nested.laid, dim
 
     def made(self, *buffers: torch.Tensor) -> torch.Tensor:
-        out = self.nested.plainly(torch.empty_like(buffers[0]))
-        for part, to in zip(self.nested.alike(buffers[0]).parts(), out.parts(), strict=True):
+        out = NestedOnDevice(torch.empty_like(buffers[0]), self.laid.sizes)
+        for part, to in zip(NestedOnDevice(buffers[0], *self.laid).parts(), out.parts(), strict=True):
             _aten._softmax.out(part, self.dim, False, out=to)
         return out.buffer
 
     def gradients(self, grad: torch.Tensor, *kept: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        out, grads, made = (self.nested.plainly(one) for one in (torch.empty_like(grad), grad, kept[0]))
+        buffers = torch.empty_like(grad), grad, kept[0]
+        out, grads, made = (NestedOnDevice(one, self.laid.sizes) for one in buffers)
         for part, result, to in zip(grads.parts(), made.parts(), out.parts(), strict=True):
             _aten._softmax_backward_data.out(part, result, self.dim, result.dtype, grad_input=to)
-        return (_placed(out, self.nested),)
+        return (_placed(out, self.laid),)
 
 
 class _Product(_TensorByTensor):
@@ -774,21 +763,21 @@ class _Product(_TensorByTensor):
                 raise RuntimeError(
                     f"{place}-th nested matrices in batch cannot be multiplied ({a[0]}x{a[1]} and {b[0]}x{b[1]})"
                 )
-        self.looks = [one.alike(one.buffer[:0]), other.alike(other.buffer[:0])]
+        self.laid = one.laid, other.laid
         self.sizes = [(a[0], b[1]) for a, b in zip(one.sizes, other.sizes, strict=True)]
 
     def made(self, *buffers: torch.Tensor) -> torch.Tensor:
-        first, second = (look.alike(one) for look, one in zip(self.looks, buffers, strict=True))
+        first, second = (NestedOnDevice(one, *laid) for one, laid in zip(buffers, self.laid, strict=True))
         return _multiplied(first.parts(), second.parts(), self.sizes)
 
     def gradients(self, grad: torch.Tensor, *kept: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grads = NestedOnDevice(grad, self.sizes).parts()
-        first, second = (look.alike(one) for look, one in zip(self.looks, kept, strict=True))
+        first, second = (NestedOnDevice(one, *laid) for one, laid in zip(kept, self.laid, strict=True))
         before = _multiplied(grads, [part.t() for part in second.parts()], first.sizes)
         after = _multiplied([part.t() for part in first.parts()], grads, second.sizes)
         return tuple(
-            _placed(NestedOnDevice(buffer, look.sizes), look, one).reshape(one.shape)
-            for buffer, look, one in zip((before, after), self.looks, kept, strict=True)
+            _placed(NestedOnDevice(buffer, laid.sizes), laid, one).reshape(one.shape)
+            for buffer, laid, one in zip((before, after), self.laid, kept, strict=True)
         )
 
 
@@ -799,11 +788,11 @@ def _multiplied(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], s
     return out.buffer
 
 
-def _placed(plain: NestedOnDevice, look: NestedOnDevice, like: torch.Tensor | None = None) -> torch.Tensor:
+def _placed(plain: NestedOnDevice, laid: Laid, like: torch.Tensor | None = None) -> torch.Tensor:
     """A gradient that lies plainly, as that lies in its buffer which it is the gradient of."""
-    if look.lies_plainly:
+    if laid.is_plain:
         return plain.buffer
-    target = look.alike(torch.zeros_like(plain.buffer if like is None else like))
+    target = NestedOnDevice(torch.zeros_like(plain.buffer if like is None else like), *laid)
     _copied(plain, target)
     return target.buffer
 
@@ -811,11 +800,3 @@ def _placed(plain: NestedOnDevice, look: NestedOnDevice, like: torch.Tensor | No
 def _copied(source: NestedOnDevice, target: NestedOnDevice) -> None:
     for part, to in zip(source.parts(), target.parts(), strict=True):
         to.copy_(part)
-
-
-def _of_its_type(name: str) -> Callable[..., Any]:
-    return lambda nested: getattr(nested.buffer, name)()
-
-
-for _name in ("is_floating_point", "is_complex", "is_signed", "element_size"):
-    _rule(_name)(_of_its_type(_name))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -39,11 +39,25 @@ _OF_THE_BUFFER = {
 _PARTS = ("_nested_tensor_size", "_nested_tensor_strides", "_nested_tensor_storage_offsets")
 
 
+class Laid(NamedTuple):
+    """How tensors lie in a buffer: the size and strides of each, in elements, and where it begins there."""
+
+    sizes: Sizes
+    strides: Sizes
+    offsets: tuple[int, ...]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all of it lies one behind the other from the buffer's start."""
+        return self.strides == tuple(map(_plain_strides, self.sizes)) and self.offsets == tuple(
+            accumulate((prod(size) for size in self.sizes[:-1]), initial=0)
+        )
+
+
 class NestedOnDevice(torch.Tensor):
     """A nested tensor on a virtual device.
 
-    buffer: of one dimension, all that the tensors in it lie in. sizes, strides: for each tensor, in elements; offsets: where
-    each begins there.
+    buffer: of one dimension, all that the tensors in it lie in. sizes, strides, offsets: see `Laid`.
     """
 
     buffer: torch.Tensor
@@ -111,9 +125,14 @@ class NestedOnDevice(torch.Tensor):
 
     # ---- what it is
 
+    @property
+    def laid(self) -> Laid:
+        """What says how it lies, without the buffer and its memory."""
+        return Laid(self.sizes, self.strides, self.offsets)
+
     def alike(self, buffer: torch.Tensor) -> NestedOnDevice:
         """The same sizes, strides and places in another buffer."""
-        return NestedOnDevice(buffer, self.sizes, self.strides, self.offsets)
+        return NestedOnDevice(buffer, *self.laid)
 
     def plainly(self, buffer: torch.Tensor, last: int | None = None) -> NestedOnDevice:
         """One tensor behind the other in a buffer. last: another size of their last dimension."""
@@ -121,10 +140,7 @@ class NestedOnDevice(torch.Tensor):
 
     @property
     def lies_plainly(self) -> bool:
-        """Whether all of it lies one behind the other from the buffer's start."""
-        return self.strides == tuple(map(_plain_strides, self.sizes)) and self.offsets == tuple(
-            accumulate((prod(size) for size in self.sizes[:-1]), initial=0)
-        )
+        return self.laid.is_plain
 
     def parts(self) -> list[torch.Tensor]:
         """Its tensors, as views of the buffer."""
@@ -147,7 +163,7 @@ class NestedOnDevice(torch.Tensor):
 
     def _where(self) -> list[torch.Tensor]:
         """Sizes, strides and offsets as PyTorch's own keep them."""
-        return [torch.tensor(one, device="cpu") for one in (self.sizes, self.strides, self.offsets)]
+        return [torch.tensor(one, device="cpu") for one in self.laid]
 
     def on_host(self) -> torch.Tensor:
         """PyTorch's own with these sizes, over memory that is never touched: for what asks no value."""
@@ -159,6 +175,7 @@ class NestedOnDevice(torch.Tensor):
 
 
 def _plain_strides(size: Sequence[int]) -> tuple[int, ...]:
+    """(A size of none makes strides of none, which it does not for dense tensors.)"""
     return tuple(prod(size[place + 1 :]) for place in range(len(size)))
 
 
