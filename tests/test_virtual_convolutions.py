@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scratch_memory import scratch
@@ -586,13 +587,29 @@ def test_an_input_in_another_layout_is_copied(on: Any) -> None:
     assert scratch(lambda: layer(x)) == x.nbytes
 
 
-def test_gradients_are_copied_once_for_both(on: Any) -> None:
-    on("A100-40GB,cudnn=none")
-    layer = nn.Conv2d(64, 64, 1, bias=False, device="cuda")
-    x = torch.zeros(4, 64, 16, 32, device="cuda", requires_grad=True)
+@pytest.mark.parametrize(
+    ("transposed", "lies", "copies"),
+    [
+        (False, "turned", (0, 1, 1)),
+        (False, "last", (1, 0, 0)),
+        (False, "plain", (0, 0, 0)),
+        (True, "turned", (1, 0, 0)),
+    ],
+)
+def test_a_gradient_like_no_layout_is_copied_for_each_of_both(
+    on: Any, transposed: bool, lies: str, copies: tuple[int, ...]
+) -> None:
+    """`to` in `cudnn_convolution_backward` copies what is like another layout, and `contiguous` behind it what lies otherwise."""
+    on("A100-40GB,torch=2.11,cudnn=none")
+    kind = nn.ConvTranspose2d if transposed else nn.Conv2d
+    layer = kind(64, 32, 1, bias=False, device="cuda")
+    x = torch.zeros(4, 64, 16, 16, device="cuda", requires_grad=True)
+    seed = torch.zeros(4, 32, 16, 16, device="cuda")
+    seed = {"turned": seed.transpose(2, 3), "last": seed.to(memory_format=torch.channels_last), "plain": seed}[lies]
     y = layer(x)
-    seed = torch.zeros(4, 64, 32, 16, device="cuda").transpose(2, 3)
-    assert scratch(lambda: torch.autograd.grad(y, (x, layer.weight), seed)) == seed.numel() * 4
+    first, second, third = ([seed.nbytes] * so_many for so_many in copies)
+    expected = [*first, x.nbytes, *second, *third, layer.weight.nbytes]
+    assert made(lambda: torch.autograd.grad(y, (x, layer.weight), seed)) == expected
 
 
 def test_the_gradient_of_a_bias_is_a_sum_that_blocks_share(on: Any) -> None:

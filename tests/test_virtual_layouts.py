@@ -137,3 +137,41 @@ def test_a_heads_only_token_is_no_copy_for_the_product_that_follows() -> None:
     with torch.inference_mode():
         F.linear(heads.flatten(1), weight)  # the workspace
         assert made(lambda: F.linear(heads.transpose(1, 2).reshape(2, 1, 256), weight)) == [2 * 64 * 4]
+
+
+@pytest.mark.parametrize(
+    ("its_strides", "expected"),
+    [((64, 64, 8, 1), (64, 64, 8, 1)), ((64, 1, 8, 1), (64, 1, 8, 1))],
+    ids=["plain", "last"],
+)
+def test_a_convolution_of_one_channel_to_one_lies_as_its_image(
+    its_strides: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    """Both are contiguous either way; cuDNN's result has the strides of the layout that the image's are like."""
+    image = torch.empty_strided((2, 1, 8, 8), its_strides, device="cuda", requires_grad=True)
+    weight = torch.zeros(1, 1, 3, 3, device="cuda", requires_grad=True)
+    out = F.conv2d(image, weight, padding=1)
+    assert out.stride() == expected
+    of_image, of_weight = torch.autograd.grad(out, (image, weight), torch.ones(2, 1, 8, 8, device="cuda"))
+    assert of_image.stride() == expected
+    assert of_weight.stride() == ((9, 1, 3, 1) if expected[1] == 1 else (9, 9, 3, 1))
+
+
+def test_a_gradient_of_one_channel_is_copied_where_the_images_channels_are_last() -> None:
+    """`to`, though no value moves."""
+    image = torch.zeros(2, 4, 8, 8, device="cuda").to(memory_format=torch.channels_last)
+    weight = torch.zeros(1, 4, 1, 1, device="cuda", requires_grad=True)
+    out = F.conv2d(image, weight)
+    assert out.stride() == (64, 1, 8, 1)
+    plain = torch.ones(2, 1, 8, 8, device="cuda")
+    asked = made(lambda: torch.autograd.grad(out, weight, plain))
+    assert asked[0] == plain.nbytes
+    assert plain.nbytes not in made(lambda: torch.autograd.grad(F.conv2d(image, weight), weight, out))[1:]
+
+
+def test_a_sequence_of_one_channel_goes_through_as_an_image_of_one_row() -> None:
+    """Its stride of the channel is then like that of channels last."""
+    weight = torch.zeros(4, 1, 3, device="cuda")
+    plain, other = torch.zeros(2, 1, 8, device="cuda"), torch.empty_strided((2, 1, 8), (8, 1, 1), device="cuda")
+    assert F.conv1d(plain, weight, padding=1).stride() == (32, 8, 1)
+    assert F.conv1d(other, weight, padding=1).stride() == (32, 1, 4)

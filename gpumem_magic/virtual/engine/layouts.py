@@ -48,7 +48,7 @@ def as_another(place: int) -> Lies:
         source = args[place]
         if source.layout is not torch.strided or result.layout is not torch.strided:
             return result
-        return _lying(strides.of_one_like(source.shape, source.stride()), result)
+        return with_strides(strides.of_one_like(source.shape, source.stride()), result)
 
     return lies
 
@@ -61,12 +61,13 @@ def number_by_number(*places: int) -> Lies:
         if any(isinstance(one, torch.Tensor) and one.layout is not torch.strided for one in (result, *given)):
             return result
         looks = [(one.shape, one.stride()) if isinstance(one, torch.Tensor) else ((), ()) for one in given]
-        return _lying(strides.of_operands(result.shape, looks), result)
+        return with_strides(strides.of_operands(result.shape, looks), result)
 
     return lies
 
 
-def _lying(its_strides: Sequence[int], result: torch.Tensor) -> torch.Tensor:
+def with_strides(its_strides: Sequence[int], result: torch.Tensor) -> torch.Tensor:
+    """A result's meta tensor that lies so."""
     return made_plainly(torch.empty_strided, result.shape, its_strides, dtype=result.dtype, device=META)
 
 

@@ -23,22 +23,31 @@ def of_operands(shape: Lengths, operands: Sequence[tuple[Lengths, Lengths]]) -> 
         if all(lies_in_order(shape, its) for its in strides):
             return in_one_piece(shape)
         if len(shape) == 4 and all(lies_in_order(shape, its, (1, 3, 2, 0)) for its in strides):
-            return _lying(shape, (1, 3, 2, 0))
+            return in_order(shape, (1, 3, 2, 0))
         if len(set(strides)) == 1 and is_dense(shape, strides[0]):
             return strides[0]
-    return _lying(shape, _order(shape, [_broadcast(shape, *one) for one in operands]))
+    return in_order(shape, _order(shape, [_broadcast(shape, *one) for one in operands]))
 
 
 def of_one_like(shape: Lengths, strides: Lengths) -> tuple[int, ...]:
     """Of a new tensor like this one (`empty_like` in ``TensorFactories.cpp``, `infer_dense_strides` in ``ExpandUtils.cpp``)."""
     if is_dense(shape, strides):
         return tuple(strides)
-    return _lying(shape, _order(shape, [tuple(strides)]))
+    return in_order(shape, _order(shape, [tuple(strides)]))
 
 
 def in_one_piece(shape: Lengths) -> tuple[int, ...]:
     """Dimension after dimension."""
-    return _lying(shape, range(len(shape) - 1, -1, -1))
+    return in_order(shape, range(len(shape) - 1, -1, -1))
+
+
+def in_order(shape: Lengths, order: Sequence[int]) -> tuple[int, ...]:
+    """Without gaps, in that order of dimensions, innermost first."""
+    strides, expected = [0] * len(shape), 1
+    for dim in order:
+        strides[dim] = expected
+        expected *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def lies_in_order(shape: Lengths, strides: Lengths, order: Sequence[int] | None = None) -> bool:
@@ -106,11 +115,3 @@ def _comes_after(shape: Lengths, operands: Sequence[Lengths], one: int, other: i
         if shape[one] > shape[other]:
             return True
     return None
-
-
-def _lying(shape: Lengths, order: Sequence[int]) -> tuple[int, ...]:
-    strides, expected = [0] * len(shape), 1
-    for dim in order:
-        strides[dim] = expected
-        expected *= max(shape[dim], 1)
-    return tuple(strides)

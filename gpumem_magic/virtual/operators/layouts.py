@@ -20,6 +20,11 @@ from gpumem_magic.virtual.engine.layouts import (
     in_one_piece,
     number_by_number,
 )
+from gpumem_magic.virtual.operators.convolution_layouts import (
+    gradient_of_input_lies,
+    gradient_of_weight_lies,
+    result_lies,
+)
 
 
 def _of_a_batch_norm(args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -30,6 +35,8 @@ def _of_a_batch_norm(args: Any, result: torch.Tensor) -> torch.Tensor:
 
 _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("view _unsafe_view", (as_a_view,)),
+    ("convolution", (result_lies,)),
+    ("convolution_backward", (gradient_of_input_lies, gradient_of_weight_lies)),
     # `empty_like` (``TensorFactories.cpp``, ``TensorConversions.cpp``, ``TensorTransformations.cpp``, ``UnaryOps.cpp``,
     # ``Activation.cpp``, ``Dropout.cu``, ``Sorting.cpp``).
     ("clone _to_copy empty_like zeros_like ones_like full_like rand_like randn_like randint_like", (as_another(0),)),

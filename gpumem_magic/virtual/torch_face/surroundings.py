@@ -26,7 +26,7 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks, ctc
-from gpumem_magic.virtual.operators.convolutions import layout_of
+from gpumem_magic.virtual.operators.convolution_layouts import layout_of
 
 # NumPy's words: ``numpy/_core/src/umath/extobj.c`` and ``numpy/_core/_methods.py``, the same from 1.26 to 2.4.
 _OF_NUMBERS = re.compile(r"(?:invalid value|divide by zero|overflow) encountered in |Mean of empty slice")
