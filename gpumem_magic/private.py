@@ -53,6 +53,11 @@ def _homes(place: str) -> frozenset[str]:
     return frozenset({place, *itertools.accumulate(place.partition(":")[0].split("."), "{}.{}".format)})
 
 
+@functools.cache
+def _about(place: str) -> tuple[Dependence, ...]:
+    return tuple(row for row in REGISTER if row.is_for(place))
+
+
 def _rows() -> Iterator[Dependence]:
     # Where, what for, what is lost, and the names by their homes, of which one may be made to look at (``torch.nn.Module()``).
     for block in _TEXT[1:]:
@@ -78,10 +83,11 @@ def resolve(name: str) -> Any:
         # (Whatever the program has set: without gradients no tensor has a node.)
         with torch.inference_mode(False), torch.enable_grad():
             return getattr(eval(head, {parts[0]: module}), last)
-    homes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
-    loaded = [home for home in homes if home in sys.modules][:1]
+    loaded = name
+    while loaded not in sys.modules and "." in loaded:
+        loaded = loaded.rpartition(".")[0]
     # What is loaded first; then by import, because a module may hide behind a function of its name.
-    for home in loaded + homes:
+    for home in itertools.chain([loaded], (".".join(parts[:count]) for count in range(len(parts), 0, -1))):
         with suppress(AttributeError, ImportError):
             return functools.reduce(getattr, parts[home.count(".") + 1 :], importlib.import_module(home))
     raise AttributeError(name)
@@ -89,14 +95,13 @@ def resolve(name: str) -> Any:
 
 def lacking(place: str) -> str:
     """One line on what is missing for a module or a function of one, and what is lost by it; "" where nothing is."""
-    for row in REGISTER:
-        if row.is_for(place):
-            # Operators cost their own rules only (`aten`).
-            kept = "torch.ops." if ":" in place else "("
-            names = [name for name, mark in row.names if not mark and name.startswith("torch.")]
-            gone = [name for name in names if not name.startswith(kept) and not _there(name)]
-            if gone:
-                return f"{_version(gone[0])} has no {', '.join(gone)} ({_experience(gone[0])}): {row.lost}."
+    for row in _about(place):
+        # Operators cost their own rules only (`aten`).
+        kept = "torch.ops." if ":" in place else "("
+        names = [name for name, mark in row.names if not mark and name.startswith("torch.")]
+        gone = [name for name in names if not name.startswith(kept) and not _there(name)]
+        if gone:
+            return f"{_version(gone[0])} has no {', '.join(gone)} ({_experience(gone[0])}): {row.lost}."
     return ""
 
 

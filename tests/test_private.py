@@ -163,6 +163,7 @@ def test_an_operator_that_is_missing_costs_its_own_rule(monkeypatch: pytest.Monk
         private.Dependence(("virtual.operators",), "for a try", "it is lost", (("torch.ops.aten._no_such", ""),)),
     )
     monkeypatch.setattr(private, "REGISTER", rows)
+    monkeypatch.setattr(private, "_about", private._about.__wrapped__)
     assert "torch.ops.aten._no_such" in private.lacking("virtual.operators")
     assert private.lacking("virtual.operators.attention:Attention.install") == ""
 

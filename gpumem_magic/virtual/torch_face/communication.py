@@ -238,11 +238,10 @@ def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any
     """Replaces functions of PyTorch's `module`, for which its other modules have names of their own (device meshes do).
 
     inside: in the module itself, too."""
+    originals = {name: getattr(module, name) for name in makers}
+    replacements = {name: make(originals[name]) for name, make in makers.items()}
     others = [other for place, other in objects.items(sys.modules) if place.startswith("torch.distributed")]
-    others = [other for other in others if inside or other is not module]
-    for name, make in makers.items():
-        original = getattr(module, name)
-        replacement = make(original)
-        for other in others:
-            if getattr(other, "__dict__", {}).get(name) is original:
-                patches.set(other, name, replacement)
+    for other in others if inside else (other for other in others if other is not module):
+        for name in originals.keys() & getattr(other, "__dict__", {}).keys():
+            if vars(other)[name] is originals[name]:
+                patches.set(other, name, replacements[name])
