@@ -47,6 +47,20 @@ out.mean().backward()
 """
 
 
+# Memory runs out in the second epoch's evaluation: most of what there is are the first one's results.
+EPOCHS = """
+wide = nn.Linear(1024, 16384).cuda()
+optimizer = torch.optim.SGD(wide.parameters(), lr=0.1)
+kept = []
+for epoch in range(3):
+    wide(torch.randn(64, 1024).cuda()).mean().backward()
+    optimizer.step()
+    for _ in range(2):
+        out = wide(torch.randn({items}, 1024).cuda()).relu()
+        {keep}
+"""
+
+
 @pytest.fixture(scope="module")
 def book() -> Iterator[Notebook]:
     with notebook() as found:
@@ -87,3 +101,29 @@ def test_nothing_is_promised_of_a_smaller_batch_where_several_are_kept(book: Not
         everything = book.measured(OUTPUTS.format(keep="kept.append(out)"))
     assert of_the_batch(last) is not None
     assert of_the_batch(everything) is None
+
+
+def test_what_earlier_batches_left_is_not_said_to_be_the_one_that_ran_out() -> None:
+    with notebook("T4") as book:
+        with book.forgetting():
+            alone = book.measured(EPOCHS.format(items=200000, keep="pass"))
+        with book.forgetting():
+            gathered = book.measured(EPOCHS.format(items=32768, keep="kept.append(out)"))
+    assert all(report.error is not None and report.error.requested is not None for report in (alone, gathered))
+    assert of_the_batch(alone) is not None
+    assert of_the_batch(gathered) is None
+
+
+def test_an_attempt_that_failed_does_not_say_what_half_of_it_would_take() -> None:
+    search = (
+        "items = 1 << 18\nwhile items:\n    try:\n        wide(torch.randn(items, 1024).cuda()).relu().sum().backward()\n"
+        "        break\n    except torch.OutOfMemoryError:\n        items //= 4"
+    )
+    with notebook("T4") as book:
+        book.cell("wide = nn.Sequential(nn.Linear(1024, 8192), nn.ReLU(), nn.Linear(8192, 1024)).cuda()")
+        report = book.measured(search)
+        assert of_the_batch(report) is None
+        assert report.answer.startswith("Memory ran out ")
+        book.cell("wide.zero_grad()")
+        report = book.measured("wide(torch.randn(65536, 1024).cuda()).relu().sum().backward()")
+        assert of_the_batch(report) is not None

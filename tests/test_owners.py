@@ -220,6 +220,7 @@ def test_a_function_of_the_users_keeps_tensors_on_its_context(machine: Any) -> N
     holdings = find_owners(machine, namespace)
     assert holdings.lost == ()
     assert sum(one.size for one in holdings.held if one.kind == "graph") == 16 * MIB
+    assert places(holdings)["graph of loss: ctx.other of mine"] == 8 * MIB
 
 
 CYCLE = "class Node: pass\ndef make():\n    a = Node()\n    a.me, a.kept = a, mib(8)\n"

@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -644,3 +645,10 @@ def test_the_picture_of_a_file(show: Any, tmp_path: Path) -> None:
     assert (status, text) == (2, "")
     assert "--png is for one file" in errors
     assert show(path, "--png", str(path))[0] == 2, "the file that is read is not written over"
+
+
+def test_of_several_keepers_the_first_is_code_and_how_many_more_is_not() -> None:
+    pair = TensorGroup(64 * MIB, 2, "inputs", "float32", (4096, 2048), keeper="name", kept_by="a and 1 more")
+    own = replace(pair, kept_by="outs[0] of run()")
+    assert in_words([pair], {"inputs": 64 * MIB}).endswith("tensors, kept by `a` and 1 more")
+    assert in_words([own], {"inputs": 64 * MIB}).endswith("tensors, kept by `outs[0]` of run()")

@@ -10,7 +10,7 @@ from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
-from gpumem_magic.report.failure import failed_row
+from gpumem_magic.report.failure import failed_row, peak_is_of_a_failed_attempt
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
@@ -25,6 +25,8 @@ _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "tem
 _ITERATIONS_AT_ONCE = 2
 # A discriminator has a real batch and a generated one twice.
 _FORWARDS_AT_ONCE = 3
+# What earlier batches left is one part in so many of what has a batch's shape.
+_EARLIER = 3
 
 
 def whole_batch(scene: Scene) -> Iterator[Cause]:
@@ -33,7 +35,12 @@ def whole_batch(scene: Scene) -> Iterator[Cause]:
     error = scene.report.error
     if error is not None and error.wanted is not None:
         yield from _too_many(scene, error.wanted)
-    elif error is None and scene.spans(BACKWARD):
+    elif (
+        error is None
+        and scene.spans(BACKWARD)
+        # What an attempt took that failed is not all that its batch takes.
+        and not peak_is_of_a_failed_attempt(scene.recording, scene.device, scene.timeline)
+    ):
         yield from _at_the_peak(scene)
 
 
@@ -182,6 +189,8 @@ def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
         iterations[bisect_right(ends, one.born)] += one.size
     most = sum(size for _, size in iterations.most_common(_ITERATIONS_AT_ONCE))
     last = max(map(scene.end_of, scene.spans(BACKWARD)), default=0)
+    if _EARLIER * size_of(_before_the_last_backward(scene, parts)) > size_of(parts):
+        return True
     forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
     forwards = forwards[bisect_right(forwards, (last, 0, "")) :]
     of_models: dict[str, set[int]] = {}
@@ -190,6 +199,13 @@ def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
         if place >= 0 and one.born < forwards[place][1]:
             of_models.setdefault(forwards[place][2], set()).add(place)
     return 10 * most < 9 * size_of(parts) or any(len(places) > _FORWARDS_AT_ONCE for places in of_models.values())
+
+
+def _before_the_last_backward(scene: Scene, parts: Iterable[Allocation]) -> list[Allocation]:
+    """What was computed before the last backward that had ended by then: no part of the batch that is at work."""
+    ended = [scene.start_of(one) for one in scene.spans(BACKWARD) if scene.end_of(one) <= scene.moment]
+    start = max(ended, default=-1)
+    return [one for one in parts if one.born < start and scene.labels[one.index].category != "inputs"]
 
 
 def _where(birth: Birth | None) -> str:

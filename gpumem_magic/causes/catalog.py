@@ -17,6 +17,7 @@ from gpumem_magic.causes import (
     kept,
     loops,
     operators,
+    own_functions,
     settings,
     several_devices,
     shapes,
@@ -30,6 +31,7 @@ from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.report.model import Cause, ReportError
 
 DETECTORS: tuple[Detector, ...] = (
+    errors.caught_shortage,
     loops.retry_while_handling,
     kept.data_on_device,
     kept.copied_weights,
@@ -39,6 +41,7 @@ DETECTORS: tuple[Detector, ...] = (
     shortage.memory_ran_out,
     device_memory.another_process,
     graphs.graphs_alive,
+    own_functions.kept_on_ctx,
     graphs.gradients_with_graphs,
     loops.summed_losses,
     waiting.unused_graphs,

@@ -9,8 +9,30 @@ from itertools import pairwise
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import Spot, added, quoted
 from gpumem_magic.owners.model import ERROR, TRACEBACK, Held, Station, size_of
+from gpumem_magic.report.failure import caught_requests, peak_is_of_a_failed_attempt
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import counted, human
+from gpumem_magic.report.notes import times
+from gpumem_magic.units import counted, human, listed
+
+# More lines than a sentence tells.
+_MANY = 4
+
+
+def caught_shortage(scene: Scene) -> Iterator[Cause]:
+    """Memory ran out, the program went on, and the peak is of an attempt that failed: what there was is not all it wanted."""
+    if not peak_is_of_a_failed_attempt(scene.recording, scene.device, scene.timeline):
+        return
+    caught = caught_requests(scene.recording, scene.device)
+    lines = list(dict.fromkeys(str(point.line) for point, *_ in caught if point.line))
+    at = f" at line {listed(lines)}" if 0 < len(lines) < _MANY else ""
+    yield Cause(
+        "caught_shortage",
+        f"Memory ran out{times(caught)}{at}, and the program caught the error and went on: the peak is of an attempt that "
+        "failed.",
+        "",
+        scene.report.peak.allocated,
+        describes=True,
+    )
 
 
 def kept_errors(scene: Scene) -> Iterator[Cause]:

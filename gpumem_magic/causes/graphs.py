@@ -12,6 +12,7 @@ from gpumem_magic.causes.ahead import backward_behind
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Iteration, Scene
+from gpumem_magic.causes.own_functions import outlived_a_backward
 from gpumem_magic.causes.places import (
     Spot,
     added,
@@ -32,7 +33,7 @@ from gpumem_magic.causes.places import (
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
 from gpumem_magic.owners.holders import ELEMENT, detach_words
-from gpumem_magic.owners.model import THIS_ERROR, Held, Root, by_root, size_of
+from gpumem_magic.owners.model import A_LEAF, THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -50,6 +51,8 @@ _A_NUMBER = 16
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
     graphs = [one for one in scene.held if one.kind == "graph" and _is_the_programs(scene, one)]
+    # Neither was saved for a backward.
+    graphs = [one for one in graphs if A_LEAF not in one.place and not outlived_a_backward(scene, one)]
     told_apart = [one if _graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
     counted = [(one, _graphs_of(scene, one)) for one in told_apart]
     found = [one for one, count in counted if count >= 2]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.model import Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
@@ -170,8 +170,7 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     births = scene.recording.logs[scene.device].births
     caches = {one.address for one in at_end}
     known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
-    held = next((one for one in known if one.address in caches), None)
-    place = None if held is None else _cache_of(held)
+    place = _cache_of([one for one in known if one.address in caches])
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
     grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
@@ -209,9 +208,10 @@ def _trains_without(scene: Scene, cached: list[Allocation]) -> bool:
     return bool(used) and max(one.born for one in cached) < min(one.born for one in used)
 
 
-def _cache_of(held: Held) -> str:
-    """The cache that holds a tensor, or what else does, as the program calls it."""
-    return next((station.place for station in held.trail if _CACHE in station.bases), held.place)
+def _cache_of(held: Sequence[Held]) -> str | None:
+    """The cache that holds tensors, or the list that does, as the program calls it."""
+    caches = (station.place for one in held for station in one.trail if _CACHE in station.bases)
+    return next(caches, spots(held)[0].place if held else None)
 
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:

@@ -35,6 +35,10 @@ _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
 # A vocabulary, rather than features.
 _WORDS = 4096
+_LOSS_IN_PARTS = (
+    "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one part's "
+    "at once"
+)
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
 
@@ -73,12 +77,16 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             )
             return
         logits = len(alike.shape) >= 2 and alike.shape[-1] >= _WORDS
-        remedy = (
-            f"Compute the loss for a part of the positions at a time, or keep the logits in {width} up to the loss."
-            if logits
-            else f"Keep it in {width}, or convert it in pieces where float32 is needed."
-        )
-        if not logits and last.birth.operator not in _CONVERSIONS and scene.spans(AUTOCAST_ENDS):
+        by_autocast = last.birth.operator not in _CONVERSIONS and bool(scene.spans(AUTOCAST_ENDS))
+        remedy = f"Keep it in {width}, or convert it in pieces where float32 is needed."
+        if logits:
+            # A graph keeps every part's.
+            parts = (
+                _LOSS_IN_PARTS if scene.spans(BACKWARD) else "Compute the loss for a part of the positions at a time"
+            )
+            # (What autocast copies for the loss is in 16 bits up to there.)
+            remedy = f"{parts}." if by_autocast else f"Keep the logits in {width} up to the loss. {parts}."
+        if not logits and by_autocast:
             yield Cause(
                 "float32_copy",
                 f"{made_by(scene, last)} runs `{last.birth.operator}` in float32, as autocast has it: "
@@ -114,8 +122,7 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "wide_loss",
             f"{made_by(scene, alike)} is a loss over {alike.shape[-1]:,} classes at {rows:,} positions: {size_words(alike)}.",
-            "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one "
-            "part's at once.",
+            f"{_LOSS_IN_PARTS}.",
             alike.bytes,
             describes=True,
         )

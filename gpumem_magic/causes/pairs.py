@@ -61,14 +61,15 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
     expression = birth.place.expression if birth.place is not None else ""
     if len(alike.shape) >= 3 and shapes[0][-1] == shapes[1][-1] and birth.kernel == "sub" and _is_summed(scene, alike):
         names = [
-            (_INDEXED.sub("", words), _INDEXED.search(words) is not None or len(shape) < len(alike.shape))
+            (_not_expanded(words), _INDEXED.search(words) is not None or len(shape) < len(alike.shape))
             for words, shape in zip(_operands(expression), shapes, strict=False)
         ]
         whole = bool(names) and all(small for _, small in names)
+        norm = "p=1" if _reads(scene, alike, "abs") else ""
         them = (
-            f"`torch.cdist({', '.join(name for name, _ in names)})`"
+            f"`torch.cdist({', '.join([*(name for name, _ in names), *filter(None, [norm])])})`"
             if whole
-            else "`torch.cdist` of both, not expanded,"
+            else f"`torch.cdist` of both, not expanded{f' and with `{norm}`' if norm else ''},"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
     # Who writes the dimension of 1 means it.
@@ -88,6 +89,24 @@ def _is_summed(scene: Scene, alike: Alike) -> bool:
         return True
     later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
     return any(one.shape == alike.shape[:-1] and alike.shape in (shape for shape, _ in one.inputs) for one in later)
+
+
+def _reads(scene: Scene, alike: Alike, kernel: str) -> bool:
+    """Whether an operator of this kernel is the next to read it."""
+    later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
+    return next((one.kernel for one in later if alike.shape in (shape for shape, _ in one.inputs)), "") == kernel
+
+
+def _not_expanded(words: str) -> str:
+    """``a[:200]`` of ``a[:200, None]``, and ``a`` of ``a[:, None]`` and ``a.unsqueeze(1)``."""
+    node = ast.parse(words, mode="eval").body
+    if not isinstance(node, ast.Subscript):
+        return _INDEXED.sub("", words)
+    index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+    parts = [ast.unparse(one) for one in index if not (isinstance(one, ast.Constant) and one.value is None)]
+    while parts and parts[-1] == ":":
+        parts.pop()
+    return f"{ast.unparse(node.value)}[{', '.join(parts)}]" if parts else ast.unparse(node.value)
 
 
 def _diagonal(scene: Scene, alike: Alike) -> int:

@@ -374,7 +374,9 @@ def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:
             mentions = any(
                 _last(part) == wanted for part in ast.walk(node.value) if isinstance(part, (ast.Name, ast.Attribute))
             )
-            if mentions or (not certain and not _is_empty(node.value)):
+            # (``pool = pool[::2]`` puts nothing in.)
+            takes_out = isinstance(node.value, ast.Subscript) and _last(node.value) == wanted
+            if (mentions and not takes_out) or (not certain and not _is_empty(node.value)):
                 return True
     return False
 

@@ -147,11 +147,15 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     # What softmax saved, and what has the same shape beside it (dropout's, the masked scores). Scores are multiplied with the
     # values afterwards: a softmax over the classes of an image's pixels is none.
     weighed = {prod(one.shape) for one in scene.saved if not _PRODUCTS.isdisjoint(one.operations)}
-    shapes = {one.shape for one in scene.saved if "softmax" in one.operations and prod(one.shape) in weighed}
+    scored = {
+        (prod(one.shape), one.shape[-1])
+        for one in scene.saved
+        if one.shape and "softmax" in one.operations and prod(one.shape) in weighed
+    }
     scores = [
         (one, shape[-1])
         for one, _, shape in _saved(scene)
-        if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and shape in shapes
+        if len(shape) in (3, 4) and shape[-1] == shape[-2] >= _LEAST_LENGTH and (prod(shape), shape[-1]) in scored
     ]
     sizes = [one.size for one, _ in scores]
     length = scores[0][1] if scores else 0

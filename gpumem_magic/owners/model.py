@@ -21,6 +21,10 @@ DEFAULT_ARGUMENT = "default argument"
 _OWN = rf"(?:local|closure variable|{DEFAULT_ARGUMENT}) `(?P<variable>[^`]*)`"
 OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTALL)
 _HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
+# In a graph, what a custom function keeps itself: ``graph of loss: ctx.extra of swish``.
+ON_CTX = ": ctx"
+# In a graph, a leaf that has no name any more, and its gradient.
+A_LEAF = ": a parameter"
 # Among a station's bases.
 ERROR, TRACEBACK = "builtins.BaseException", "builtins.traceback"
 

@@ -29,7 +29,7 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners import autograd
-from gpumem_magic.owners.model import DEFAULT_ARGUMENT, OF_FUNCTION, Root
+from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, OF_FUNCTION, ON_CTX, Root
 from gpumem_magic.owners.traversal import Traversal
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
@@ -106,7 +106,17 @@ class Namer:
         label = self._inside[parent].get(id(thing), "")
         if label.startswith(" "):
             return f"{label[1:]}{self._within(parent)}"
+        if label and start.startswith(_GRAPH) and ": " not in start and (node := self._node_around(parent)) is not None:
+            return f"{start}{ON_CTX}{label} of {autograd.operation_of(node)}"
         return _joined(start, label)
+
+    def _node_around(self, number: int) -> Any:
+        """The node of a graph that this is, or whose dictionary of attributes it is; else None."""
+        for one in (number, self._parent.get(number, -1)):
+            thing = self._walk.objects[one] if one >= 0 else None
+            if thing is not None and autograd.is_node_type(type(thing)):
+                return thing
+        return None
 
     def _within(self, number: int) -> str:
         """Where a function is, or its frame: `` of hook``, ``, in the traceback of error``."""
@@ -131,7 +141,7 @@ class Namer:
         if kind == "saved":
             operation = autograd.operation_of(self._walk.objects[parent])
             return f"{base}: {self._walk.arguments.get((parent, number), 'a tensor')} saved by {operation}"
-        return f"{base}: a parameter" if kind == "variable" else base
+        return f"{base}{A_LEAF}" if kind == "variable" else base
 
     def _read_labels(self, parent: int, holder: Any) -> dict[int, str]:
         """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""

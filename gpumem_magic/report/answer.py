@@ -32,6 +32,8 @@ _OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch"})
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"
+# What these say comes first, whatever fills the memory.
+_BEFORE_ALL = (_SOUND, "caught_shortage")
 # What these say of each iteration is so however many there are.
 _OF_EACH = frozenset({"growth", "kept_graphs"})
 _REAL = "`%gpumem_device NAME,values=real` computes values"
@@ -64,6 +66,7 @@ _KEPT_AFTERWARDS = "pinned_by_traceback"
 # These say no more of a tensor than that it is one.
 _VAGUE = frozenset({"unknown", "temporaries"})
 _MOST_LABELS = 2
+_BEHIND_A_PLACE = re.compile(r" of | and \d")
 # A word that needs one.
 _EXPLAINED = {"workspace": " (scratch memory of cuBLAS and cuDNN)"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -131,7 +134,7 @@ def _plain(report: ReportData) -> str:
     if useful is not None and useful.name == _TELLS_TEMPORARIES:
         groups = [one for one in groups if one.category != "temporaries"]
     told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
-    sound = [cause.sentence for cause in shown if cause.name == _SOUND]
+    sound = [cause.sentence for cause in shown if cause.name in _BEFORE_ALL]
     most = _MOST_BEFORE_ADVICE if told else _MOST
     return _composed(
         report, in_words(groups, categories, most), told, sound, leads=useful is not None and useful is main
@@ -358,6 +361,6 @@ def _kept(members: Sequence[TensorGroup]) -> str:
 
 
 def _in_code(place: str) -> str:
-    """```outs[0]` of run()`` of ``outs[0] of run()``."""
-    variable, of, function = place.partition(" of ")
-    return f"`{variable}`{of}{function}"
+    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``."""
+    variable = _BEHIND_A_PLACE.split(place, maxsplit=1)[0]
+    return f"`{variable}`{place.removeprefix(variable)}"

@@ -11,6 +11,7 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Counters, DeviceLog
 from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Moment, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
+from gpumem_magic.report.failure import caught_requests, failed_requests, peak_is_of_a_failed_attempt
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import counted, human
 
@@ -22,7 +23,7 @@ def notes_of(view: DeviceView, peak_position: int) -> list[str]:
     if device == recording.primary:
         ended = recording.error is not None and recording.error.type.startswith("torch._dynamo.")
         notes += _compiled(recording.compiled, ended)
-    notes += _retries(recording, device)
+    notes += _retries(view)
     notes += _context_growth(recording, device)
     notes += _repetition(recording, device)
     notes += _estimated(recording.logs[device], timeline, peak_position)
@@ -138,33 +139,26 @@ def _few(places: Sequence[str], behind: str = "; and ", noun: str = "more place"
     return f"{'; '.join(places[:3])}{more}"
 
 
-def _retries(recording: Recording, device: int) -> list[str]:
+def _retries(view: DeviceView) -> list[str]:
     """Requests that failed until the cache was emptied, and those that failed all the same, where the program went on."""
-    failed = _failed_requests(recording, device)
+    recording, device = view.recording, view.device
+    failed = [point for point, *_ in failed_requests(recording, device)]
     tried = [(point, now.retries - before.retries) for point, _, before, now in _steps(recording, device)]
     points = [point for point, count in tried if count > failed.count(point)]
-    if recording.error is not None and recording.error.requested is not None and failed:
+    caught = [point for point, *_ in caught_requests(recording, device)]
+    if failed != caught and failed[-1] not in points:
         # The last is the error that ended the program.
-        points += failed[-1:] if failed[-1] not in points else []
-        failed = failed[:-1]
+        points += failed[-1:]
     ran_out = []
-    if failed:
-        times = "" if len(failed) == 1 else f" {counted(len(failed), 'time')}"
-        ran_out = [f"Memory ran out{times}{_places(failed)}. The program caught the error and went on."]
+    # (Of an attempt that reached the peak a cause tells.)
+    if caught and not peak_is_of_a_failed_attempt(recording, device, view.timeline):
+        ran_out = [f"Memory ran out{times(caught)}{_places(caught)}. The program caught the error and went on."]
     return ran_out + ([f"The allocator emptied its cache to make room{_places(points)}."] if points else [])
 
 
-def _failed_requests(recording: Recording, device: int) -> list[Checkpoint]:
-    """For each request that failed, the row's checkpoint."""
-    events = recording.logs[device].events
-    return [
-        point
-        for point, start, before, now in _steps(recording, device)
-        # (Before it gives up, the allocator empties its cache.)
-        if now.retries > before.retries
-        for event in events[start.positions[device] : point.moment.positions[device]]
-        if event.action == "oom"
-    ]
+def times(caught: Sequence[object]) -> str:
+    """How often, where it was more than once."""
+    return "" if len(caught) == 1 else f" {counted(len(caught), 'time')}"
 
 
 def _places(points: Sequence[Checkpoint]) -> str:

@@ -1,0 +1,47 @@
+"""What a program's own autograd functions keep in attributes of ``ctx``: a backward frees what was saved for it, but not these.
+
+Of `torch.autograd.Function`, `save_for_backward` makes saved variables, which ``release_variables`` lets go of behind a backward
+(torch/csrc/autograd/python_function.cpp, 2.0 to 2.13); attributes live as long as the node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.places import release, spots, told
+from gpumem_magic.owners.model import ON_CTX, Held, size_of
+from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human, listed
+
+_ATTRIBUTE = re.compile(rf"{re.escape(ON_CTX.lstrip(': '))}\.(?P<name>\w+).* of (?P<function>\w+)$")
+
+
+def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
+    """Graphs through which a backward has gone, and which keep tensors all the same."""
+    ours = [one for one in scene.held if outlived_a_backward(scene, one)]
+    size = size_of(ours)
+    if size < scene.part_of_peak(10):
+        return
+    named = [found for one in ours if (found := _ATTRIBUTE.search(one.place))]
+    attributes = list(dict.fromkeys(f"`{ON_CTX.lstrip(': ')}.{one['name']}`" for one in named))
+    functions = list(dict.fromkeys(f"`{one['function']}`" for one in named))
+    places = spots(ours)
+    now = release(scene, places[0])
+    yield Cause(
+        "kept_on_ctx",
+        f"{listed(functions[:2])} {'keeps' if len(functions) == 1 else 'keep'} tensors in {listed(attributes[:3])}, which no "
+        f"backward frees: {human(size)} in the graph of {told(places)}.",
+        f"Give them to `ctx.save_for_backward`: a backward then frees them{f'; for now {now}' if now else ''}.",
+        size,
+    )
+
+
+def outlived_a_backward(scene: Scene, one: Held) -> bool:
+    """Whether an attribute of ``ctx`` keeps it, and a backward began after it was made."""
+    allocation = scene.alive.get(one.address)
+    if one.kind != "graph" or ON_CTX not in one.place or allocation is None:
+        return False
+    return allocation.born < max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)
