@@ -1518,6 +1518,15 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
         assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage"}
 
 
+def test_a_loop_that_makes_nothing_is_not_said_to_end_alike() -> None:
+    """Weights are filled one by one, and what the cell costs comes after: its answer is not of that loop."""
+    with notebook("virtual:1GiB") as book:
+        book.cell("model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda()\nx = torch.randn(512, 512).cuda()")
+        filling = "for weight in model.parameters():\n    nn.init.normal_(weight.data)\n"
+        report = book.measured(f"{filling}with torch.no_grad():\n    y = model(x)")
+        assert "steady" not in names(report)
+
+
 @pytest.mark.parametrize("order", [("zero_grad", "step"), ("step", "zero_grad")])
 def test_iterations_end_where_their_loop_does(order: tuple[str, str]) -> None:
     """Gradients that are cleared behind each step are not there at a turn's end."""

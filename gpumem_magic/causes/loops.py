@@ -62,6 +62,9 @@ def steady(scene: Scene) -> Iterator[Cause]:
     last = sizes[-_REPEATS:]
     if len(last) < _REPEATS or len(set(last)) > 1 or scene.report.error is not None:
         return
+    if scene.timeline.peak(ends[-_REPEATS], ends[-1])[0] == last[-1]:
+        # Nothing is made in them, as where weights are filled one by one.
+        return
     parts = Counter[str]()
     for one in scene.timeline.live_at(ends[-1]):
         parts[scene.labels[one.index].category] += one.size
