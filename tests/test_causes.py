@@ -1518,10 +1518,19 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
         assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage"}
 
 
+def test_what_joins_many_is_not_said_to_make_much_of_few() -> None:
+    """Of many inputs not all are noted; the whole is as large as they are together."""
+    with notebook("virtual:1GiB") as book:
+        book.cell("rows = [torch.randn(64, 1024, device='cuda') for _ in range(64)]")
+        assert "grown_result" not in names(book.measured("whole = torch.stack(rows)"))
+
+
 def test_a_loop_that_makes_nothing_is_not_said_to_end_alike() -> None:
     """Weights are filled one by one, and what the cell costs comes after: its answer is not of that loop."""
     with notebook("virtual:1GiB") as book:
-        book.cell("model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda()\nx = torch.randn(512, 512).cuda()")
+        book.cell(
+            "model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3))).cuda()\nx = torch.randn(512, 512).cuda()"
+        )
         filling = "for weight in model.parameters():\n    nn.init.normal_(weight.data)\n"
         report = book.measured(f"{filling}with torch.no_grad():\n    y = model(x)")
         assert "steady" not in names(report)

@@ -17,7 +17,7 @@ from gpumem_magic.causes.alike import (
 )
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
-from gpumem_magic.devices.base import Birth
+from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, shape_words
@@ -137,7 +137,8 @@ def _given(birth: Birth) -> int:
 
 
 def _is_grown(birth: Birth) -> bool:
-    return bool(birth.inputs) and bytes_of(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
+    # (Of many inputs, as a `stack` has them, not all are known.)
+    return 0 < len(birth.inputs) < MOST_INPUTS and bytes_of(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
 
 
 def _is_widened(birth: Birth) -> bool:

@@ -77,12 +77,16 @@ class CodePlace(NamedTuple):
     expression: str
 
 
+# So many of the tensors that an operator is given are noted.
+MOST_INPUTS = 8
+
+
 class Birth(NamedTuple):
     """How an allocation came to be. operator: by the name that users know; kernel: by PyTorch's own; both "" where unknown.
-    shape: None for what a kernel works with. inputs: (shape, type) of its tensors, the first few; 1 for a dimension that is
-    only expanded. node: of autograd's graph,
-    where a backward made it; place is then that of the forward, as far as that is known. sharing: the functions of PyTorch's that
-    share parameters among ranks, or pass on between stages of a pipeline, which asked for it, the innermost first."""
+    shape: None for what a kernel works with. inputs: (shape, type) of its tensors, `MOST_INPUTS` at most; 1 for a dimension that
+    is only expanded. node: of autograd's graph, where a backward made it; place is then that of the forward, as far as that is
+    known. sharing: the functions of PyTorch's that share parameters among ranks, or pass on between stages of a pipeline, which
+    asked for it, the innermost first."""
 
     operator: str
     kernel: str

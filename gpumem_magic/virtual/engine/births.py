@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._C import _current_autograd_node, _len_torch_function_stack
 
-from gpumem_magic.devices.base import Birth, CodePlace
+from gpumem_magic.devices.base import MOST_INPUTS, Birth, CodePlace
 from gpumem_magic.looks.code import (
     LIBRARY,
     OWN,
@@ -39,7 +39,6 @@ _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
 _ENGINE = "_engine_run_backward"
 _FUNCTION, _GRAPH, _SHARING, _COMPILER = "function", "graph", "sharing", "compiler"
 _MOST_SHARING = 4
-_MOST_INPUTS = 8
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
 # Where there are only these, and no mode of functions, reading a tensor's looks runs no code but PyTorch's.
@@ -260,7 +259,7 @@ def _inputs(call: Call) -> tuple[tuple[Any, ...], ...]:
 def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
     """The shapes, strides (None where there are none) and types of the tensors among an operator's arguments."""
     for value in values:
-        if len(found) >= _MOST_INPUTS:
+        if len(found) >= MOST_INPUTS:
             return
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else None
