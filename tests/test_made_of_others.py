@@ -55,6 +55,39 @@ def test_parts_are_allocated_as_on_a_card(run: Callable[..., object], wholes: li
     assert [round(size / WHOLE, 1) for size in sizes(lambda: run(x, y))] == [round(part, 1) for part in wholes]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda part, row: part.slice_scatter(row[None], 0, 2, 3),
+        lambda part, row: part.select_scatter(row, 0, 2),
+        lambda part, row: part.diagonal_scatter(row[:8]),
+        lambda part, row: part.as_strided_scatter(row, (COLUMNS,), (1,)),
+    ],
+)
+def test_another_tensor_with_a_part_written_copies_the_whole_storage(write: Callable[..., torch.Tensor]) -> None:
+    """As on the host, where the same function runs; the same each time."""
+    x, row = torch.zeros(ROWS, COLUMNS, device="cuda"), torch.zeros(COLUMNS, device="cuda")
+    on_host = write(torch.zeros(ROWS, COLUMNS)[4:12], torch.zeros(COLUMNS))
+    for _ in range(2):
+        assert sizes(lambda: write(x[4:12], row)) == [WHOLE]
+        found = write(x[4:12], row)
+        assert (found.storage_offset(), found.stride()) == (on_host.storage_offset(), on_host.stride())
+        assert found.untyped_storage().nbytes() == on_host.untyped_storage().nbytes() == WHOLE
+
+
+def test_a_tangent_lies_as_its_tensor_each_time() -> None:
+    """PyTorch's fake mode gives what it remembers of one no place in its storage, and a view of both would differ."""
+    table = torch.zeros(ROWS, 2, device="cuda")
+    for _ in range(3):
+        times = table[:, 1]
+        _, tangent = torch.func.jvp(lambda t: t[:, None] * 2, (times,), (torch.ones_like(times),))
+        assert tangent.shape == (ROWS, 1)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(times, torch.ones_like(times))
+            lies = torch.autograd.forward_ad.unpack_dual(dual).tangent
+            assert (lies.stride(), lies.storage_offset()) == (times.stride(), times.storage_offset())
+
+
 def test_the_median_of_all_sorts_all() -> None:
     x = torch.zeros(ROWS, COLUMNS, device="cuda")
     values, indices, *_ = sizes(x.median)

@@ -73,7 +73,9 @@ class Run:
         found = [
             line
             for line in lines
-            if re.match(r"^[\w.]*(Error|Exception|Exit|Interrupt|CannotRun|Empty|Missing|Saved|Full)(: |$)", line)
+            if re.match(
+                r"^[\w.]*(Error|Exception|Exit|Interrupt|StopIteration|CannotRun|Empty|Missing|Saved|Full)(: |$)", line
+            )
         ]
         return (found or [line for line in lines if line.strip()] or [""])[-1].strip()
 

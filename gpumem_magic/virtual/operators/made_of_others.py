@@ -5,6 +5,9 @@ device. So it is run here as well, and its parts come to the virtual device one 
 and nothing else: of a binary cross-entropy with logits one number, where a card holds two tensors of the input's size. Only those
 are here that hold more than their results.
 
+What writes to a part of a tensor and gives another (`slice_scatter`) copies all of the tensor's storage, and a tangent is made to
+lie as its tensor does, with a storage as large (``TensorShape.cpp``, ``TensorFactories.cpp``).
+
 The median of a whole tensor sorts it (``Sorting.cpp`` in ATen/native/cuda). What is not quantised is made float32 by `dequantize`
 (``quantized/QTensor.cpp``). Operators with ``out=`` that are made of others are known by that (`calls.writes_by_others`).
 """
@@ -26,7 +29,8 @@ _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward logsumexp logsumexp.out _euclidean_dist dist "
     "_trilinear _safe_softmax isinf mvlgamma mvlgamma_ ldexp.Tensor ldexp_ affine_grid_generator "
     "linalg_pinv.atol_rtol_tensor cholesky_solve masked_scatter_backward pixel_unshuffle _unsafe_masked_index "
-    "_unsafe_masked_index_put_accumulate"
+    "_unsafe_masked_index_put_accumulate slice_scatter select_scatter diagonal_scatter as_strided_scatter "
+    "_new_zeros_with_same_feature_meta"
 )
 
 
