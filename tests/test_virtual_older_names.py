@@ -292,6 +292,37 @@ def test_convolutions_are_traced(values: str) -> None:
     assert torch.cuda.memory_allocated() == before
 
 
+class Drawing(nn.Module):
+    """It draws numbers, makes some, and asks for sizes, as normalizing flows do."""
+
+    def forward(self, pictures: torch.Tensor) -> torch.Tensor:
+        numbers = pictures.to(torch.float32)
+        sums = torch.zeros(pictures.shape[0], device=pictures.device)
+        numbers = numbers + torch.rand_like(numbers).detach()
+        return sums + numbers.view(numbers.size(0), -1).log().sum(dim=1)
+
+
+@pytest.mark.parametrize("values", ["real", "auto", "stand-in"])
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_has_what_the_program_asks_for_and_nothing_else(values: str) -> None:
+    """What the virtual device asks for is not written down, and nobody is warned of it."""
+    gpu.turn_off()
+    on_host = torch.jit.trace(Drawing(), torch.ones(2, 3, 4, dtype=torch.int64), check_trace=False)
+    gpu.turn_on(f"T4,values={values}")
+    x = torch.randint(0, 9, (2, 3, 4), device="cuda")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", torch.jit.TracerWarning)
+        traced = torch.jit.trace(Drawing().cuda(), x, check_trace=False)
+    # (What is made on the device is named once more, by `detach`.)
+    apart = {"prim::Constant", "aten::detach"}
+    found, expected = (
+        [node.kind() for node in one.inlined_graph.nodes() if node.kind() not in apart] for one in (traced, on_host)
+    )
+    assert found == expected
+    assert traced(x).shape == (2,)
+    assert torch._C._get_tracing_state() is None
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path) -> None:
     gpu.turn_off()

@@ -89,6 +89,7 @@ from gpumem_magic.virtual.engine.modes import (
     made_plainly,
     pushed,
     unseen,
+    untraced,
 )
 from gpumem_magic.virtual.engine.out_of_bounds import refuse_out_of_bounds
 from gpumem_magic.virtual.engine.overlaps import (
@@ -391,8 +392,11 @@ class Engine:
             refuse_device(device)
         if get_eval_frame_callback() is not None:
             return self._unseen(func, args, kwargs, device)
-        if torch._C._get_tracing_state() is not None and func in TRACED:
-            return TRACED[func](self, func, args, kwargs, device)
+        if torch._C._get_tracing_state() is not None:
+            if func in TRACED:
+                return TRACED[func](self, func, args, kwargs, device)
+            with untraced():
+                return self._handle(func, args, kwargs, device)
         return self._handle(func, args, kwargs, device)
 
     def _unseen(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:

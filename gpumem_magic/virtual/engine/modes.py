@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -32,7 +32,9 @@ META = torch.device("meta")
 _NUMBERED: dict[int, torch.device] = {}
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-_tracing = torch._C._get_tracing_state
+_tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
+_TRACER = torch._C._dispatch_key_parse("Tracer")
+_NOTHING = nullcontext()
 _autocast, _transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 # As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
 _plain_dispatch = FakeTensorMode.dispatch
@@ -259,6 +261,25 @@ def seen_by_others() -> bool:
     return (
         _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def untraced() -> AbstractContextManager[None]:
+    """Inside, a trace of TorchScript rests. While it runs, a size that is asked for is a tensor, to be written down."""
+    tracing = _tracing()
+    return _NOTHING if tracing is None else _resting(tracing)
+
+
+@contextmanager
+def _resting(tracing: Any) -> Iterator[None]:
+    # (C++ wants the trace's key among those that operators may meet before the trace ends or goes on.)
+    kept_out = torch._C._dispatch_tls_is_dispatch_key_excluded(_TRACER)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
+    _trace(None)
+    try:
+        yield
+    finally:
+        _trace(tracing)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, kept_out)
 
 
 def has_others(mode: TorchDispatchMode) -> bool:

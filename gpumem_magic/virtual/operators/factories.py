@@ -29,6 +29,7 @@ from gpumem_magic.virtual.engine.modes import (
     made_plainly,
     origin,
     pushed,
+    untraced,
     with_dispatch_of_its_own,
 )
 from gpumem_magic.virtual.engine.pinned import Pinned
@@ -342,7 +343,8 @@ class Factories:
         if "empty" in name:
             self._engine.blank(made)
         else:
-            self._engine.fill(made, FactoryCall(original, args, on_host), index)
+            with untraced():
+                self._engine.fill(made, FactoryCall(original, args, on_host), index)
         return made
 
     def _origin(self) -> str:
