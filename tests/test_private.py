@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch_names
 from private_names import PACKAGE, uses
 
 from gpumem_magic import measure, private
@@ -19,6 +20,7 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook import devices
 from gpumem_magic.private import REGISTER, RUN
 from gpumem_magic.session import device
+from gpumem_magic.virtual.engine import host_checks
 
 NAMES = [(row, name, marks) for row in REGISTER for name, marks in row.names]
 
@@ -175,3 +177,38 @@ def test_a_seam_of_a_recording_that_is_missing_is_a_note(monkeypatch: pytest.Mon
         torch.ones(3, device="cuda", requires_grad=True).sum().backward()
     assert any("recomputation is seen in modules only" in note for note in measurement.report.notes)
     assert measurement.report.peak.allocated > 0
+
+
+# ---- the oldest version
+
+
+# Names that 2.9 lacks, and that the source asks for before it uses them.
+ASKED_FOR = {"torch.accelerator.Graph", "torch.accelerator.graphs"}
+
+
+def test_every_name_of_pytorchs_is_one_that_the_oldest_version_has() -> None:
+    newer = {name: place for name, place in torch_names.uses().items() if name not in torch_names.of_oldest()}
+    assert newer.keys() == ASKED_FOR, "see tests/torch_names.py"
+
+
+def test_a_newer_name_is_found(tmp_path: Path) -> None:
+    (tmp_path / "new.py").write_text(
+        "import torch\nimport torch.nn.functional as F\nfrom torch import cuda\n\n\n"
+        "def f(op):\n    return torch.Tag.newest in op.tags, F.newest(op.torch.x), cuda.newest\n"
+    )
+    assert torch_names.uses(tmp_path).keys() - torch_names.of_oldest() == {
+        "torch.Tag.newest",
+        "torch.nn.functional.newest",
+        "torch.cuda.newest",
+    }
+
+
+def test_what_sums_up_is_what_pytorch_tags_so() -> None:
+    if not hasattr(torch.Tag, "reduction"):
+        pytest.skip("PyTorch has this tag since 2.10")
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten) if not name.startswith("__"))
+    overloads = [
+        getattr(packet, one) for packet in packets if hasattr(packet, "overloads") for one in packet.overloads()
+    ]
+    tagged = {one._schema.name for one in overloads if torch.Tag.reduction in one.tags}
+    assert {name.removeprefix("aten::") for name in tagged} == host_checks.REDUCTIONS

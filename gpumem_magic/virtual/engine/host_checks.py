@@ -25,6 +25,11 @@ _ASKED = {
     "_softmax", "_log_softmax", "index_put", "index_put_", "index_add", "index_add_", "index_copy", "index_copy_", "put", "put_",
     "grid_sampler_2d", "grid_sampler_3d", "convolution",
 }  # fmt: skip
+# What sums up: PyTorch tags it so since 2.10.
+REDUCTIONS = frozenset({
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "logsumexp", "max",
+    "mean", "min", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
+})  # fmt: skip
 _FLAGS = (torch.bool, torch.uint8)
 # What warns of few elements, as a card does of the program's own, and gradients, which take what kernels have kept.
 _PASSED_OVER = re.compile(r"std|var|nan|.*_backward")
@@ -49,7 +54,7 @@ def refused_by_host(func: Any, args: Any, kwargs: Any, out: Any) -> Exception | 
     if not leaves or any(one.layout is not torch.strided or one.is_conj() or one.is_neg() for one in leaves):
         return None
     by_element = torch.Tag.pointwise in func.tags
-    cut = by_element or torch.Tag.reduction in func.tags
+    cut = by_element or name in REDUCTIONS
     if _PASSED_OVER.match(name) and leaves[0].is_floating_point():
         return None
     if not cut:
