@@ -69,6 +69,9 @@ _OF_ONE = [
     torch.empty_like, torch.zeros_like, torch.clone, lambda x: x.half(), lambda x: x.flip(0), torch.tril,
     lambda x: torch.softmax(x, 0), lambda x: torch.log_softmax(x, 1), lambda x: torch.sort(x, 0)[1],
     lambda x: aten.native_dropout(x, 0.5, True)[0] if x.is_cuda else torch.empty_like(x),
+    torch.deg2rad, torch.rot90, lambda x: torch.rot90(x, -1, (-1, 0)), lambda x: torch.rot90(x, 2), lambda x: torch.rot90(x, 4),
+    lambda x: torch.renorm(x, 2, 0, 1), lambda x: torch.linalg.vector_norm(x, dim=1, keepdim=True),
+    lambda x: torch.layer_norm(x, x.shape[-1:]), lambda x: torch.conj_physical(x.to(torch.complex64)),
 ]  # fmt: skip
 _OF_TWO = [
     torch.add, torch.sub, torch.mul, torch.div, torch.maximum, torch.atan2, torch.eq, torch.floor_divide,

@@ -178,6 +178,18 @@ def test_kernels_of_one_point_that_are_no_plain_product() -> None:
     assert estimate(convolution(groups=2, **{**ROOT, "weight": (256, 32, 1, 1)}), A100, OLD) == 0
 
 
+@pytest.mark.parametrize(("given", "made", "sums"), [(16, 32, 0), (8, 8, 0), (32, 17, 1)])
+def test_a_small_weight_of_one_point_is_summed_up_in_its_place(given: int, made: int, sums: int) -> None:
+    """As 36 gradients of up to 512 values showed on an H100 (SASRec's layers; a UNet's with a ControlNet)."""
+    shapes: dict[str, Any] = {
+        "fine": (16, given, 4, 5),
+        "weight": (made, given, 1, 1),
+        "coarse": (16, made, 4, 5),
+        "padding": (0, 0),
+    }
+    assert estimate(convolution("weight", **shapes), (9, 0), (2, 11)) == sums * 16 * given * made * 4
+
+
 @pytest.mark.parametrize(
     ("way", "dtype", "channels", "points", "last", "copies"),
     [

@@ -175,3 +175,20 @@ def test_a_sequence_of_one_channel_goes_through_as_an_image_of_one_row() -> None
     plain, other = torch.zeros(2, 1, 8, device="cuda"), torch.empty_strided((2, 1, 8), (8, 1, 1), device="cuda")
     assert F.conv1d(plain, weight, padding=1).stride() == (32, 8, 1)
     assert F.conv1d(other, weight, padding=1).stride() == (32, 1, 4)
+
+
+@pytest.mark.parametrize("loss", [F.multi_margin_loss, F.multilabel_margin_loss])
+def test_a_margin_gives_a_gradient_in_one_piece(loss: Callable[..., torch.Tensor]) -> None:
+    target = torch.zeros(4, dtype=torch.long, device="cuda")
+    if loss is F.multilabel_margin_loss:
+        target = torch.zeros(4, 6, dtype=torch.long, device="cuda")
+    assert gradient(lambda x: loss(x, target), turned(4, 6), turns=False).is_contiguous()
+
+
+def test_a_dropouts_gradient_lies_plainly_or_with_the_channels_last() -> None:
+    sequence, image = torch.ones(2, 4, 6, device="cuda"), torch.ones(2, 3, 4, 5, device="cuda")
+    assert gradient(lambda x: F.dropout(x, 0.5), sequence).is_contiguous()
+    image = image.requires_grad_()
+    out = F.dropout(image, 0.5)
+    (found,) = torch.autograd.grad(out, image, torch.ones_like(out, memory_format=torch.channels_last))
+    assert found.is_contiguous(memory_format=torch.channels_last)

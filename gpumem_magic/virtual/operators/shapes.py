@@ -43,12 +43,17 @@ _LIKE = (
         _dirichlet_grad _standard_gamma _standard_gamma_grad binomial batch_norm_elemt glu_jvp _masked_softmax
         _masked_softmax_backward _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
     """),
-    overloads("""
-        batch_norm_backward_elemt multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward
-    """),
+    overloads("batch_norm_backward_elemt"),
 )
 for _position, _operators in enumerate(_LIKE):
     special(*_operators)(_returns_like(_position))
+
+
+@special(*overloads("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward"))
+def _in_one_piece(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A gradient with the shape of the input (``MultiMarginLoss.cu``, ``MultiLabelMarginCriterion.cu``,
+    ``FractionalMaxPool3d.cu``)."""
+    return engine.run(_aten.empty_like.default, (args[1],), {"memory_format": torch.contiguous_format}, device)
 
 
 @special(_aten._sample_dirichlet.default)
