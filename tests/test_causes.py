@@ -1518,6 +1518,42 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
         assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage"}
 
 
+HELD = (
+    "class Holder:\n    pass\nholder = Holder()\nholder.model = net({size}, {layers})\n"
+    "x = torch.randn(8, {size}, device='cuda')"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "sizes", "code", "cause", "word"),
+    [
+        (
+            "virtual:2GiB",
+            (8192, 5),
+            "with torch.no_grad():\n    y = holder.model(x)",
+            "wide_inference",
+            "to(torch.bfloat16)",
+        ),
+        (
+            "virtual:1GiB",
+            (1024, 4),
+            "with torch.no_grad(), torch.autocast('cuda', torch.float16):\n    y = holder.model(x)\n    z = y + 1",
+            "autocast_copies",
+            "to(torch.float16)",
+        ),
+    ],
+)
+def test_a_model_goes_by_the_name_that_can_be_called(
+    device: str, sizes: tuple[int, int], code: str, cause: str, word: str
+) -> None:
+    """Not by that of an object, or a module of Python's, that holds it."""
+    with notebook(device) as book:
+        book.cell(HELD.format(size=sizes[0], layers=sizes[1]))
+        (found,) = [one for one in book.measured(code).causes if one.name == cause]
+        assert f"`holder.model.{word}`" in found.remedy
+        assert "`holder.model`" in found.text
+
+
 def test_what_joins_many_is_not_said_to_make_much_of_few() -> None:
     """Of many inputs not all are noted; the whole is as large as they are together."""
     with notebook("virtual:1GiB") as book:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from gpumem_magic.causes.model import Scene, requested
+from gpumem_magic.causes.places import module_of
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from gpumem_magic.report.model import Cause
@@ -71,7 +72,7 @@ def wide_inference(scene: Scene) -> Iterator[Cause]:
     crowded = scene.report.error is not None or 2 * scene.report.peak.allocated >= (scene.report.device.capacity or 0)
     if not crowded or size_of(wide) < scene.part_of_peak(2):
         return
-    name = wide[0].place.partition(".")[0]
+    name = module_of(wide[0])
     yield Cause(
         "wide_inference",
         f"`{name}` runs without training in float32: its weights take {human(size_of(wide))}.",
@@ -87,8 +88,7 @@ def autocast_copies(scene: Scene) -> Iterator[Cause]:
         return
     births = scene.recording.logs[scene.device].births
     dtype = next((birth.dtype for one in copies if (birth := births.get(one.born)) is not None), "")
-    place = next((one.place for one in scene.held if one.kind == "parameter"), "the model")
-    name = place.partition(".")[0]
+    name = next((module_of(one) for one in scene.held if one.kind == "parameter"), "the model")
     trains = bool(scene.spans(BACKWARD))
     convert = f"to(torch.{dtype})" if dtype else "half()"
     yield Cause(
