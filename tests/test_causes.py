@@ -550,6 +550,17 @@ GUILTY += [
         (TRAIN, f"{ON_CTX}\n{LAYERS}"),
         "`mine` keeps tensors in `ctx.extra`, which no backward frees: 96.0 MiB",
     ),
+    # A graph through which a backward has gone keeps its leaf, and that its gradient.
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "kept = []\nfor _ in range(4):\n    own = torch.randn(8192, 512, device='cuda', requires_grad=True)\n"
+            "    score = model(own).mean()\n    score.backward()\n    kept.append(score)",
+        ),
+        "it is held by the graph of `kept`, put there at line 7 (`kept.append(score)`). Put `score.detach()` there (or "
+        "`score.item()`, if its value is all you need); for now `kept = [one.detach() for one in kept]` frees ",
+    ),
     # A statement that takes something out of a list put nothing into it.
     Case(
         "growth",

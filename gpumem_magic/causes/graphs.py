@@ -338,7 +338,10 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     total = sum(one.size for one in main)
     place = added(scene, main[0])
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
-    holder = "it is saved for a backward in the graph of" if _is_a_graph(main[0]) else "it is held by"
+    holder = "it is held by"
+    if _is_a_graph(main[0]):
+        saved = not _backward_went_through(scene, main[0])
+        holder = "it is saved for a backward in the graph of" if saved else "it is held by the graph of"
     largest = max(alive, key=lambda one: one.size)
     if not at and scene.tensors is not None and (line := scene.tensors.facts(largest).line):
         at = f", made at line {line}"
@@ -353,6 +356,12 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
 def _is_a_graph(spot: Spot) -> bool:
     """Whether its graph is what a place keeps, but for a number or two of its own."""
     return size_of(one for one in spot.held if one.kind != "graph") < LEAST
+
+
+def _backward_went_through(scene: Scene, spot: Spot) -> bool:
+    """Whether what its graph keeps are leaves, and what functions keep themselves: a backward freed the rest."""
+    own = [one for one in spot.held if one.kind == "graph"]
+    return bool(own) and all(A_LEAF in one.place or outlived_a_backward(scene, one) for one in own)
 
 
 def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
@@ -375,7 +384,12 @@ def _less(scene: Scene, spot: Spot) -> str:
         return f"{now}." if now else ""
     if _is_a_graph(spot):
         freed = detach(scene, [spot])
-        now = f" For now `{spot.place} = {spot.place}.detach()` frees {human(freed)}." if freed >= LEAST else ""
+        if _backward_went_through(scene, spot):
+            return _detaching(scene, [spot], added(scene, spot), [], freed)
+        number = scene.holdings.number(spot.root)
+        root = scene.holdings.roots[number] if number is not None else None
+        code = _detached_by_name(scene, spot, root, []) if root is not None else None
+        now = f" For now {code} frees {human(freed)}." if code is not None and freed >= LEAST else ""
         return (
             "Where no backward is to follow, run it inside `with torch.no_grad():`; else run one in each iteration, or add "
             f"up numbers (`.item()`).{now}"
