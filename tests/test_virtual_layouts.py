@@ -192,3 +192,11 @@ def test_a_dropouts_gradient_lies_plainly_or_with_the_channels_last() -> None:
     out = F.dropout(image, 0.5)
     (found,) = torch.autograd.grad(out, image, torch.ones_like(out, memory_format=torch.channels_last))
     assert found.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_group_norm_gives_the_strides_of_one_piece_where_an_image_is_a_single_point() -> None:
+    """So that a convolution behind it does not take its channels for the last dimension."""
+    image = torch.empty_strided((2, 4, 1, 1), (4, 1, 4, 4), device="cuda", requires_grad=True)
+    out = F.group_norm(image * 1.0, 2)
+    assert out.stride() == (4, 1, 1, 1)
+    assert F.conv2d(out, torch.zeros(3, 4, 1, 1, device="cuda")).stride() == (3, 1, 1, 1)

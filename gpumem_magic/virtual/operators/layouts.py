@@ -69,6 +69,8 @@ _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("threshold_backward leaky_relu_backward rsub.Tensor", (number_by_number(1, 0),)),
     # `empty_like` of the input once it lies plainly (``layer_norm_kernel.cu``).
     ("native_layer_norm", (in_one_piece,)),
+    # On CUDA of MemoryFormat::Contiguous, whatever strides dimensions of one have (``group_norm.cpp``).
+    ("native_group_norm native_group_norm_backward", (in_one_piece,)),
     ("native_layer_norm_backward", (in_one_piece, in_one_piece, in_one_piece)),
     ("_fused_rms_norm_backward", (in_one_piece, in_one_piece)),
     ("native_batch_norm_backward", (_of_a_batch_norm,)),
