@@ -27,8 +27,8 @@ _ASKED = {
 }  # fmt: skip
 # What sums up: PyTorch tags it so since 2.10.
 REDUCTIONS = frozenset({
-    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg_vector_norm", "logsumexp", "max",
-    "mean", "min", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
+    "all", "amax", "amin", "aminmax", "any", "argmax", "argmin", "count_nonzero", "linalg__powsum", "linalg_vector_norm",
+    "logsumexp", "max", "mean", "min", "nansum", "norm", "prod", "std", "std_mean", "sum", "var", "var_mean",
 })  # fmt: skip
 _FLAGS = (torch.bool, torch.uint8)
 # What warns of few elements, as a card does of the program's own, and gradients, which take what kernels have kept.
