@@ -324,6 +324,26 @@ def test_a_trace_has_what_the_program_asks_for_and_nothing_else(values: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_model_stays_where_the_error_of_its_trace_is_kept() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError(self.layer(x).shape)
+
+    model = Failing().cuda()
+    with pytest.raises(ValueError, match="2, 4") as kept:
+        torch.jit.trace(model, torch.rand(2, 3, device="cuda"))
+    with pytest.raises(RuntimeError, match=r"the error that ended it is kept.*let go of the error"):
+        model.cpu()
+    del kept
+    gc.collect()
+    assert not next(model.cpu().parameters()).is_cuda
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path) -> None:
     gpu.turn_off()
     gpu.turn_on("2xT4,values=real")

@@ -26,6 +26,14 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 _Apply = Callable[..., torch.nn.Module]
 
 
+def _holding_it() -> str:
+    """What in C++ has weak references to a tensor that runs, in words: they would be to the other one."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return "PyTorch's profiler is active: move the model before the profiler starts"
+    # (`_slow_forward` of a module has it in a variable, and an error's traceback has its frame.)
+    return "a trace of TorchScript is not over, or the error that ended it is kept: move the model before, or let go of the error"
+
+
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes `tensor` (the same Python object, with its own attributes and hooks) have the contents and device of `other`.
 
@@ -49,10 +57,7 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     except RuntimeError as error:
         if "weakrefs" not in str(error):
             raise
-        raise RuntimeError(
-            "a parameter can't move to or from the virtual GPU while PyTorch's profiler is active: move the model "
-            "before the profiler starts"
-        ) from None
+        raise RuntimeError(f"a parameter can't move to or from the virtual GPU while {_holding_it()}") from None
     if fake:
         tensor.__class__ = joined(host_class)
         tensor.__dict__.clear()
