@@ -85,7 +85,8 @@ def test_not_compiled_its_gradients_are_worked_out_by_hand() -> None:
     query, key, value = (half(1, 2, 256, 64) for _ in range(3))
     out = flex.flex_attention(query, key, value, score_mod=distance)
     ones = torch.ones_like(out)
-    found = made(lambda: out.backward(ones))
+    rows = 2 * 256 * 4  # (2.9 first makes zeros for the gradients of the rows' sums.)
+    found = [size for size in made(lambda: out.backward(ones)) if size != rows]
     tensor = 2 * 256 * 64 * 2
     assert found[:6] == [tensor] * 6
     assert found.count(2 * 256 * 256 * 4) > 4, "scores"
