@@ -42,6 +42,11 @@ class Dependence:
     lost: str
     names: tuple[tuple[str, str], ...]
 
+    @functools.cached_property
+    def needed(self) -> tuple[str, ...]:
+        """Those of PyTorch's that every version has on which it was run."""
+        return tuple(name for name, mark in self.names if not mark and name.startswith("torch."))
+
     def is_for(self, place: str) -> bool:
         """Whether it is about a module, or a function of one."""
         return not _homes(place).isdisjoint(self.where)
@@ -89,7 +94,8 @@ def resolve(name: str) -> Any:
     # What is loaded first; then by import, because a module may hide behind a function of its name.
     for home in itertools.chain([loaded], (".".join(parts[:count]) for count in range(len(parts), 0, -1))):
         with suppress(AttributeError, ImportError):
-            return functools.reduce(getattr, parts[home.count(".") + 1 :], importlib.import_module(home))
+            module = sys.modules.get(home) or importlib.import_module(home)
+            return functools.reduce(getattr, parts[home.count(".") + 1 :], module)
     raise AttributeError(name)
 
 
@@ -98,8 +104,7 @@ def lacking(place: str) -> str:
     for row in _about(place):
         # Operators cost their own rules only (`aten`).
         kept = "torch.ops." if ":" in place else "("
-        names = [name for name, mark in row.names if not mark and name.startswith("torch.")]
-        gone = [name for name in names if not name.startswith(kept) and not _there(name)]
+        gone = [name for name in row.needed if not name.startswith(kept) and not _there(name)]
         if gone:
             return f"{_version(gone[0])} has no {', '.join(gone)} ({_experience(gone[0])}): {row.lost}."
     return ""

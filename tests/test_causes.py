@@ -977,12 +977,12 @@ GUILTY += [
     Case(
         "optimizer_history",
         (
-            "model = net()\nopt = torch.optim.LBFGS(model.parameters(), history_size=50, tolerance_change=0, tolerance_grad=0)\n"
-            "x = torch.randn(64, 512, device='cuda')\n"
+            "model = net()\nopt = torch.optim.LBFGS(model.parameters(), history_size=20, tolerance_change=0, tolerance_grad=0)\n"
+            "x = torch.randn(8, 512, device='cuda')\n"
             "def closure():\n    opt.zero_grad()\n    loss = model(x).square().mean()\n    loss.backward()\n    return loss",
-            "for _ in range(4):\n    opt.step(closure)",
+            "for _ in range(2):\n    opt.step(closure)",
         ),
-        "up to `history_size` (50)",
+        "up to `history_size` (20)",
         device="A100-40GB,torch=2.13,values=real",
     ),
     # pytorch/pytorch#154128

@@ -87,13 +87,11 @@ def _functions(patches: Patches) -> list[tuple[str, Any, Any]]:
 def _exchange(pairs: list[tuple[Any, Any]]) -> None:
     """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second."""
     by_id = {id(old): (old, new) for old, new in pairs}
+    looked_for = frozenset(by_id)
     for key, module in objects.items(sys.modules):
         if key.partition(".")[0] in _NOBODYS:
             continue
         names = getattr(module, "__dict__", None)
-        if type(names) is not dict:
-            continue
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
-        values = list(names.values())
-        if not by_id.keys().isdisjoint(map(id, values)):
+        if type(names) is dict and not looked_for.isdisjoint(map(id, list(names.values()))):
             names.update({name: by_id[id(value)][1] for name, value in objects.items(names) if id(value) in by_id})

@@ -182,12 +182,18 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
     """Where a program asks for NCCL, which needs GPUs, gloo stands for it."""
     module = importlib.import_module("torch.distributed.distributed_c10d")
     nccl = AskedForNccl()
-    everywhere(patches, module, dict.fromkeys(("init_process_group", "new_group"), nccl.with_gloo))
-    everywhere(patches, module, {"batch_isend_irecv": functools.partial(_together, engine)})
-    everywhere(patches, module, {"destroy_process_group": functools.partial(_giving_back, engine)})
-    everywhere(patches, module, {"monitored_barrier": nccl.refusing, "barrier": nccl.meeting})
-    names = ("broadcast_object_list", "send_object_list", "recv_object_list")
-    everywhere(patches, module, dict.fromkeys(names, _on_host))
+    makers: dict[str, Callable[[Any], Any]] = {
+        "init_process_group": nccl.with_gloo,
+        "new_group": nccl.with_gloo,
+        "batch_isend_irecv": functools.partial(_together, engine),
+        "destroy_process_group": functools.partial(_giving_back, engine),
+        "monitored_barrier": nccl.refusing,
+        "barrier": nccl.meeting,
+        "broadcast_object_list": _on_host,
+        "send_object_list": _on_host,
+        "recv_object_list": _on_host,
+    }
+    everywhere(patches, module, makers)
     # Not in the module itself, which asks what it can send.
     everywhere(patches, module, {"get_backend": nccl.as_asked}, inside=False)
     group: Any = module.ProcessGroup
