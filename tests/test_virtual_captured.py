@@ -45,6 +45,17 @@ def test_names_that_were_imported_before_work_on_the_device(notebook: Any) -> No
     del kept
 
 
+def test_a_module_of_the_programs_may_be_called_as_one_of_pythons(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ModuleType("test")
+    exec("from torch import zeros", module.__dict__)
+    monkeypatch.setitem(sys.modules, "test", module)
+    before = torch.zeros
+    gpu.turn_on("T4")
+    assert module.zeros is torch.zeros is not before
+    gpu.turn_off()
+    assert module.zeros is torch.zeros is before
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -25,9 +25,6 @@ _NAMES = """
     scalar_tensor tril_indices triu_indices bartlett_window blackman_window hamming_window hann_window kaiser_window
 """
 
-# Modules in which no program keeps names of PyTorch's: PyTorch's own and ours, which are replaced by themselves, and Python's.
-_NOBODYS = frozenset({"torch", "gpumem_magic"} | (sys.stdlib_module_names - {"builtins"}))
-
 _READ = _aten._local_scalar_dense.default
 
 
@@ -89,7 +86,7 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> None:
     by_id = {id(old): (old, new) for old, new in pairs}
     looked_for = frozenset(by_id)
     for key, module in objects.items(sys.modules):
-        if key.partition(".")[0] in _NOBODYS:
+        if key.partition(".")[0] in ("torch", "gpumem_magic"):
             continue
         names = getattr(module, "__dict__", None)
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
