@@ -16,7 +16,8 @@ from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
-_ATTRIBUTE = re.compile(rf"{re.escape(ON_CTX.lstrip(': '))}\.(?P<name>\w+).* of (?P<function>\w+)$")
+_CTX = ON_CTX.lstrip(": ")
+_ATTRIBUTE = re.compile(rf"{_CTX}\.(?P<name>\w+).* of (?P<function>\w+)$")
 
 
 def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
@@ -26,7 +27,7 @@ def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
     if size < scene.part_of_peak(10):
         return
     named = [found for one in ours if (found := _ATTRIBUTE.search(one.place))]
-    attributes = list(dict.fromkeys(f"`{ON_CTX.lstrip(': ')}.{one['name']}`" for one in named))
+    attributes = list(dict.fromkeys(f"`{_CTX}.{one['name']}`" for one in named))
     functions = list(dict.fromkeys(f"`{one['function']}`" for one in named))
     places = spots(ours)
     now = release(scene, places[0])

@@ -65,11 +65,11 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             for words, shape in zip(_operands(expression), shapes, strict=False)
         ]
         whole = bool(names) and all(small for _, small in names)
-        norm = "p=1" if _reads(scene, alike, "abs") else ""
+        norm = ["p=1"] if _reads(scene, alike, "abs") else []
         them = (
-            f"`torch.cdist({', '.join([*(name for name, _ in names), *filter(None, [norm])])})`"
+            f"`torch.cdist({', '.join([*(name for name, _ in names), *norm])})`"
             if whole
-            else f"`torch.cdist` of both, not expanded{f' and with `{norm}`' if norm else ''},"
+            else f"`torch.cdist` of both, not expanded{' and with `p=1`' if norm else ''},"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
     # Who writes the dimension of 1 means it.

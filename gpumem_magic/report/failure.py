@@ -5,7 +5,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, FailedRequest, cause_of, is_small
-from gpumem_magic.recording.model import Checkpoint, Recording
+from gpumem_magic.devices.base import Counters
+from gpumem_magic.recording.model import Checkpoint, Moment, Recording
 from gpumem_magic.report.model import ReportData, Row
 from gpumem_magic.snapshot.timeline import Timeline
 
@@ -38,14 +39,22 @@ def failed_request(report: ReportData) -> FailedRequest | None:
     return FailedRequest(cause, free, cached, spare)
 
 
+def steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Moment, Counters, Counters]]:
+    """Each checkpoint with the moment before it, and the counters then and at it."""
+    points = [point for point in recording.checkpoints if device in point.moment.counters]
+    return [
+        (point, before.moment, before.moment.counters[device], point.moment.counters[device])
+        for before, point in pairwise(points)
+    ]
+
+
 def failed_requests(recording: Recording, device: int) -> list[tuple[Checkpoint, int, int]]:
     """For each request that failed, the checkpoint of the row in which it did, where the row starts, and the event."""
-    points = [point for point in recording.checkpoints if device in point.moment.counters]
     found = []
-    for before, point in pairwise(points):
-        start, end = before.moment.positions[device], point.moment.positions[device]
+    for point, moment, before, now in steps(recording, device):
         # (Before it gives up, the allocator empties its cache.)
-        if point.moment.counters[device].retries > before.moment.counters[device].retries:
+        if now.retries > before.retries:
+            start, end = moment.positions[device], point.moment.positions[device]
             events = recording.logs[device].events[start:end]
             found += [(point, start, start + number) for number, one in enumerate(events) if one.action == "oom"]
     return found
@@ -54,17 +63,20 @@ def failed_requests(recording: Recording, device: int) -> list[tuple[Checkpoint,
 def caught_requests(recording: Recording, device: int) -> list[tuple[Checkpoint, int, int]]:
     """Those that failed, where the program caught the error and went on."""
     failed = failed_requests(recording, device)
-    ended = recording.error is not None and recording.error.requested is not None
     # The last is the error that ended the program.
-    return failed[:-1] if ended else failed
+    return failed[:-1] if _ended_by_one(recording) else failed
 
 
 def peak_is_of_a_failed_attempt(recording: Recording, device: int, timeline: Timeline) -> bool:
     """Whether the peak was reached on the way to a request that failed, with nearly all of it still there."""
-    if recording.error is not None and recording.error.requested is not None:
+    if _ended_by_one(recording):
         return False
     peak, position = timeline.peak(0, len(timeline))
     return any(
         start < position <= event + 1 and 10 * timeline.allocated_at(event) >= 9 * peak
         for _, start, event in caught_requests(recording, device)
     )
+
+
+def _ended_by_one(recording: Recording) -> bool:
+    return recording.error is not None and recording.error.requested is not None

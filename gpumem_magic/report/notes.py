@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from gpumem_magic.attribution.ledger import Outside, gaps
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.devices.base import Counters, DeviceLog
-from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Moment, Recording, Span
+from gpumem_magic.devices.base import DeviceLog
+from gpumem_magic.recording.model import OPTIMIZER, Checkpoint, CompiledCode, CompilerPlace, Recording, Span
 from gpumem_magic.recording.repetition import longest_repetition, signature
-from gpumem_magic.report.failure import caught_requests, failed_requests, peak_is_of_a_failed_attempt
+from gpumem_magic.report.failure import caught_requests, failed_requests, peak_is_of_a_failed_attempt, steps
 from gpumem_magic.snapshot.timeline import Timeline
 from gpumem_magic.units import counted, human
 
@@ -69,15 +69,6 @@ def event_in_words(position: int, total: int) -> str:
     if not total:
         return "the end (the file has no events)"
     return "the start" if position == 0 else f"event {position - 1:,} of {total:,}"
-
-
-def _steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Moment, Counters, Counters]]:
-    """Each checkpoint with the moment before it, and the counters then and at it."""
-    points = [point for point in recording.checkpoints if device in point.moment.counters]
-    return [
-        (point, before.moment, before.moment.counters[device], point.moment.counters[device])
-        for before, point in pairwise(points)
-    ]
 
 
 def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
@@ -143,7 +134,7 @@ def _retries(view: DeviceView) -> list[str]:
     """Requests that failed until the cache was emptied, and those that failed all the same, where the program went on."""
     recording, device = view.recording, view.device
     failed = [point for point, *_ in failed_requests(recording, device)]
-    tried = [(point, now.retries - before.retries) for point, _, before, now in _steps(recording, device)]
+    tried = [(point, now.retries - before.retries) for point, _, before, now in steps(recording, device)]
     points = [point for point, count in tried if count > failed.count(point)]
     caught = [point for point, *_ in caught_requests(recording, device)]
     if failed != caught and failed[-1] not in points:
@@ -171,7 +162,7 @@ def _context_growth(recording: Recording, device: int) -> list[str]:
     """The context is measured at the device's first use; what comes later is said, since no category shows it apart."""
     grown = [
         (now.context - before.context, place_of(point))
-        for point, _, before, now in _steps(recording, device)
+        for point, _, before, now in steps(recording, device)
         if before.context and now.context is not None and now.context > before.context
     ]
     if not grown:
