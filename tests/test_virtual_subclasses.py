@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from gpumem_magic.virtual import gpu
@@ -253,6 +254,22 @@ def test_a_wrapper_goes_to_the_device_and_its_inside_is_what_costs() -> None:
     assert not torch.cuda.memory_allocated(1)
 
 
+def test_a_layer_goes_to_the_device_with_a_wrapped_weight_and_a_plain_bias() -> None:
+    layer = torch.nn.Linear(4, 3)
+    layer.weight = torch.nn.Parameter(Wrapped(layer.weight.detach()), requires_grad=False)
+    weight, bias = layer.weight, layer.bias
+    layer.cuda()
+    assert layer.weight is weight
+    assert layer.bias is bias
+    assert isinstance(weight, Wrapped)
+    assert weight.inner.is_cuda
+    assert bias.is_cuda
+    assert layer(torch.ones(2, 4, device="cuda")).shape == (2, 3)
+    layer.cpu()
+    assert not weight.inner.is_cuda
+    assert not bias.is_cuda
+
+
 def test_operators_with_wrappers_go_through_their_class() -> None:
     wrapped = Wrapped(torch.zeros(4, 4)).cuda()
     other = torch.zeros(4, 4, device="cuda")
@@ -371,3 +388,35 @@ def test_a_classs_own_ways_of_making_tensors_are_the_programs_and_no_shape_rules
     assert type(x) == Made  # noqa: E721
     with pytest.raises(AssertionError, match="a shape rule called it"):
         x.new_empty(3)
+
+
+@pytest.mark.parametrize("other", ["cuda", "cpu"])
+def test_a_parameter_made_on_the_default_device_can_be_swapped(other: str) -> None:
+    with torch.device("cuda"):
+        kept = torch.nn.Parameter(torch.rand(3))
+    given = torch.nn.Parameter(torch.rand(2, 2, device=other))
+    torch.utils.swap_tensors(kept, given)
+    assert kept.shape == (2, 2)
+    assert given.shape == (3,)
+    assert (kept.device.type, given.device.type) == (other, "cuda")
+
+
+class Noting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.noted.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_of_the_programs_notes_the_same_operators_as_on_the_host() -> None:
+    noted = []
+    for device in ("cpu", "cuda"):
+        layer = torch.nn.Linear(4, 3, device=device)
+        data = torch.ones(2, 4, device=device)
+        with Noting() as mode:
+            layer(data).relu().sum().backward()
+        noted.append(mode.noted)
+    assert noted[0] == noted[1]

@@ -108,6 +108,10 @@ class HostlessFakeMode(FakeTensorMode):
     `dispatch` and `in_kernel_invocation` are FakeTensorMode's own names.
     """
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        _remember_none(self)
+
     @property
     def in_kernel_invocation(self) -> bool:
         return STATE.in_kernel
@@ -129,6 +133,14 @@ class HostlessFakeMode(FakeTensorMode):
         if not STATE.in_kernel:
             kwargs = cuda_for_meta(kwargs)
         return _plain_dispatch(self, func, types, args, kwargs or {})
+
+
+def _remember_none(mode: FakeTensorMode) -> None:
+    """Lets a mode make tensors without keeping weak references to them, for which `torch.utils.swap_tensors` would refuse them.
+
+    It makes each of a meta tensor of its own, which it will not see again. (Tried with PyTorch 2.13.)
+    """
+    mode.fake_tensor_converter.set_tensor_memo = lambda *of_which: None  # type: ignore[method-assign]
 
 
 def _step_by_step(func: HigherOrderOperator, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -170,7 +182,7 @@ class OperatorMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            if func is DEVICE_QUERY and isinstance(args[0], self._kind) and not _len_torch_dispatch_stack():
+            if func is DEVICE_QUERY and isinstance(args[0], self._kind):
                 return answer_device(args[0])
             given = STATE.given
             if given is not None and given[0] is func:

@@ -205,10 +205,14 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
             return known[1] if known is not None and known[0] is tensor else fn(tensor)
 
         return original_apply(module, once, recurse=False)
-    for before, applied in made.values():
-        if applied is not before:
-            # A host parameter beside virtual ones.
-            before.data = applied
+    # What is not ours beside what is (a class of the program's own that wraps tensors, a host parameter) is PyTorch's to convert.
+    others = {key: one for key, one in parameters.items() if one is not None and made[id(one)][1] is not one}
+    if others:
+        beside = torch.nn.Module()
+        beside._parameters = others
+        original_apply(beside, lambda tensor: made[id(tensor)][1] if id(tensor) in made else fn(tensor), recurse=False)
+        for key, one in others.items():
+            parameters[key] = one
     for key, buffer in module._buffers.items():
         if buffer is not None:
             module._buffers[key] = fn(buffer)
