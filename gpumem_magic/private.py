@@ -78,8 +78,16 @@ def _rows() -> Iterator[Dependence]:
 REGISTER = tuple(_rows())
 
 
+# By names, the modules in which they were found, and the way from there: all are looked for each time that a device is turned on.
+_found: dict[str, tuple[str, list[str]]] = {}
+
+
 def resolve(name: str) -> Any:
     """What a dotted name stands for. Raises AttributeError where it is not there."""
+    if name in _found:
+        home, rest = _found[name]
+        with suppress(KeyError, AttributeError):
+            return functools.reduce(getattr, rest, sys.modules[home])
     parts = name.split(".")
     if "(" in name:
         # An object is made to look at; the register's own text, and nobody else's.
@@ -95,7 +103,10 @@ def resolve(name: str) -> Any:
     for home in itertools.chain([loaded], (".".join(parts[:count]) for count in range(len(parts), 0, -1))):
         with suppress(AttributeError, ImportError):
             module = sys.modules.get(home) or importlib.import_module(home)
-            return functools.reduce(getattr, parts[home.count(".") + 1 :], module)
+            rest = parts[home.count(".") + 1 :]
+            found = functools.reduce(getattr, rest, module)
+            _found[name] = home, rest
+            return found
     raise AttributeError(name)
 
 

@@ -7,6 +7,7 @@ A forked child (a DataLoader worker, say) neither writes nor cleans up: the dire
 
 from __future__ import annotations
 
+import functools
 import os
 import py_compile
 import shlex
@@ -158,12 +159,30 @@ def _out_of_the_way(file: int) -> int:
         return file
 
 
+@functools.cache
+def _files() -> tuple[tuple[str, bytes], ...]:
+    """The program's files by their names in its directory: the module, its words, and the module compiled."""
+    module = Path(smi_script.__file__).with_suffix(".py")
+    with tempfile.TemporaryDirectory() as place:
+        compiled = Path(place, "compiled")
+        # (It holds for whatever time the file has where it is written to.)
+        mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(module), str(compiled), module.name, doraise=True, invalidation_mode=mode)
+        code = compiled.read_bytes()
+    words = module.with_suffix(".txt")
+    return (
+        (module.name, module.read_bytes()),
+        (words.name, words.read_bytes()),
+        (f"__pycache__/{module.stem}.{sys.implementation.cache_tag}.pyc", code),
+    )
+
+
 def _write_program(directory: str, state: str) -> None:
     # -I and -S: nothing of the user's environment is read, which is also what makes it start fast.
-    module = Path(directory, "smi_script.py")
-    for suffix in (".py", ".txt"):
-        module.with_suffix(suffix).write_bytes(Path(smi_script.__file__).with_suffix(suffix).read_bytes())
-    py_compile.compile(str(module), doraise=True)
+    for name, data in _files():
+        path = Path(directory, name)
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(data)
     start = f"import sys\nsys.path.append({directory!r})\nfrom smi_script import main\nmain({state!r})\n"
     python = sys.executable or "python3"
     if os.name == "nt":

@@ -33,6 +33,8 @@ class Captured:
 
     def __init__(self, factories: Factories) -> None:
         self._factories = factories
+        # How often each of our functions was held when no other module had a name for one.
+        self._held: list[int] = []
 
     def install(self, patches: Patches) -> None:
         """To be called after all of PyTorch's names have been replaced."""
@@ -44,8 +46,17 @@ class Captured:
         # `torch.tensor([x[0], x[1]])` reads numbers of the device past everything that is ours.
         patches.kernels("CUDA", [*kernels, (_READ, self._read)])
         # What was imported meanwhile is put back, too, from other libraries as well.
-        patches.also_undo(lambda: _exchange([(new, before) for _, before, new in _functions(patches)]))
-        _exchange([(before, new) for home, before, new in _functions(patches) if f"{home}.".startswith("torch.")])
+        patches.also_undo(lambda: self._put_back(patches))
+        if not _exchange(
+            [(before, new) for home, before, new in _functions(patches) if f"{home}.".startswith("torch.")]
+        ):
+            self._held = _counts(patches)
+
+    def _put_back(self, patches: Patches) -> None:
+        # Where all of ours are still in their places, and nobody else holds one, no name means one.
+        in_place = all(vars(owner).get(name) is placed for owner, name, _, placed in patches.exchanged())
+        if not in_place or _counts(patches) != self._held:
+            _exchange([(new, before) for _, before, new in _functions(patches)])
 
     def _read(self, tensor: torch.Tensor) -> Any:
         return self._factories.engine.handle(_READ, (), (tensor,), {})
@@ -81,14 +92,25 @@ def _functions(patches: Patches) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _exchange(pairs: list[tuple[Any, Any]]) -> None:
-    """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second."""
+def _counts(patches: Patches) -> list[int]:
+    """How many references there are to each function of ours."""
+    return [sys.getrefcount(placed) for _, _, placed in _functions(patches)]
+
+
+def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
+    """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second.
+
+    Says whether there was one.
+    """
     by_id = {id(old): (old, new) for old, new in pairs}
     looked_for = frozenset(by_id)
-    for key, module in objects.items(sys.modules):
-        if key.partition(".")[0] in ("torch", "gpumem_magic"):
+    found = False
+    for key in list(sys.modules):
+        if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic"):
             continue
-        names = getattr(module, "__dict__", None)
+        names = getattr(sys.modules.get(key), "__dict__", None)
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
         if type(names) is dict and not looked_for.isdisjoint(map(id, list(names.values()))):
             names.update({name: by_id[id(value)][1] for name, value in objects.items(names) if id(value) in by_id})
+            found = True
+    return found

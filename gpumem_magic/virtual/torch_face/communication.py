@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from gpumem_magic.looks import objects
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
@@ -246,8 +245,9 @@ def everywhere(patches: Patches, module: Any, makers: Mapping[str, Callable[[Any
     inside: in the module itself, too."""
     originals = {name: getattr(module, name) for name in makers}
     replacements = {name: make(originals[name]) for name, make in makers.items()}
-    others = [other for place, other in objects.items(sys.modules) if place.startswith("torch.distributed")]
+    others = [sys.modules.get(place) for place in list(sys.modules) if place.startswith("torch.distributed")]
     for other in others if inside else (other for other in others if other is not module):
-        for name in originals.keys() & getattr(other, "__dict__", {}).keys():
-            if vars(other)[name] is originals[name]:
+        names = getattr(other, "__dict__", {})
+        for name, original in originals.items():
+            if names.get(name) is original:
                 patches.set(other, name, replacements[name])
