@@ -406,6 +406,66 @@ def test_the_default_stream_is_not_captured(machine: gpu.VirtualMachine) -> None
     rand(KIB)
 
 
+_WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda x: x.sum().item(),
+    "an if": lambda x: bool(x.isnan().any()),
+    "places": lambda x: x.nonzero(),
+    "a mask": lambda x: x[x > 0],
+    "the device": lambda x: torch.cuda.synchronize(),
+    "its stream": lambda x: torch.cuda.current_stream().synchronize(),
+    "pinned": lambda x: x.copy_(torch.zeros(8).pin_memory()),
+}
+
+
+@pytest.mark.parametrize("line", _WAITS.values(), ids=_WAITS)
+def test_a_capture_is_lost_where_the_host_waits(line: Callable[[torch.Tensor], Any]) -> None:
+    x = rand(8)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(torch.AcceleratorError, match="previous error during capture") as error, torch.cuda.graph(graph):
+        line(x)
+    assert "not permitted when stream is capturing" in str(error.value.__context__)
+    assert not torch.cuda.is_current_stream_capturing()
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+    line(x)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x * 2
+
+
+_COPIES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a new tensor": lambda x: torch.tensor([1.0, 2.0], device="cuda"),
+    "to the device": lambda x: torch.zeros(8).to("cuda", non_blocking=True),
+    "into it": lambda x: x.copy_(torch.zeros(8)),
+    "to the host": lambda x: x.cpu(),
+    "a list": lambda x: x.tolist(),
+    "an index": lambda x: x[[0, 2]],
+}
+
+
+@pytest.mark.parametrize("line", _COPIES.values(), ids=_COPIES)
+def test_a_capture_takes_no_copy_to_or_from_pageable_memory(line: Callable[[torch.Tensor], Any]) -> None:
+    x = rand(8)
+    with (
+        pytest.raises(RuntimeError, match="unless the CPU tensor is pinned"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        line(x)
+    line(x)
+
+
+def test_a_capture_takes_pinned_memory_that_nobody_waits_for() -> None:
+    x = rand(8)
+    pinned = torch.zeros(8).pin_memory()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        assert torch.cuda.current_stream().is_capturing()
+        x.copy_(pinned, non_blocking=True)
+        x[:2] = 3
+        x.add_(torch.tensor(2.0))
+        pinned.copy_(x, non_blocking=True)
+        x.to("cpu", non_blocking=True)
+    assert not torch.cuda.current_stream().is_capturing()
+
+
 def test_a_memory_pool_of_ones_own() -> None:
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):

@@ -418,6 +418,8 @@ class Engine:
                 self.refuse_overwritten(args, kwargs)
             if self.told_of_waiting and waiting.waits(func, args, kwargs):
                 waiting.tell(self.told_of_waiting)
+            if waiting.CAPTURING.graphs:
+                waiting.refuse_in_capture(func, args, kwargs)
             STATE.last_device = device
             if deterministic.are_asked_for():
                 deterministic.refuse_other_orders(func, args, kwargs, self.memory.torch_version(device))

@@ -20,6 +20,7 @@ import torch.cuda.memory
 from gpumem_magic.allocator.blocks import PoolId
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.computing import ComputingEngine
+from gpumem_magic.virtual.engine.waiting import CAPTURING
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
 if TYPE_CHECKING:
@@ -102,15 +103,6 @@ def _accelerators_graph(kind: type[Graph]) -> type[Graph]:
     return AcceleratorGraph
 
 
-class _Capturing(threading.local):
-    """How many captures are under way in each thread."""
-
-    graphs = 0
-
-
-CAPTURING = _Capturing()
-
-
 def graph_pool_handle() -> PoolId:
     """A name for a pool that several graphs may share."""
     return (0, next(_ids))
@@ -183,6 +175,10 @@ class Graph:
         CAPTURING.graphs -= 1
         with self._machine.engine.lock:
             self._machine.devices[self._device].allocator.end_pool(self._pool)
+        if CAPTURING.is_spoiled:
+            CAPTURING.is_spoiled = False
+            self.reset()
+            raise torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")
 
     def replay(self) -> None:
         if self._pool is None or self._captures:
@@ -209,6 +205,7 @@ class Graph:
 
     def __del__(self) -> None:
         if self._captures:
+            CAPTURING.is_spoiled = False
             self.capture_end()
         self.reset()
 

@@ -17,6 +17,7 @@ from torch._C._autograd import _get_sequence_nr
 
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
+from gpumem_magic.virtual.engine.waiting import CAPTURING, refuse_waiting
 
 # So many changes of streams are remembered for each device: graphs are not older.
 _MOST = 10_000
@@ -103,16 +104,21 @@ class Stream:
         """The least and the greatest: PyTorch has streams of four priorities (``CUDAStream.h``)."""
         return 0, -3
 
-    def synchronize(self, *args: Any, **kwargs: Any) -> None:
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+        if self.is_capturing():
+            refuse_waiting()
+
+    def _wait(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to wait for."""
 
-    wait_event = wait_stream = synchronize
+    wait_event = wait_stream = _wait
 
     def query(self) -> bool:
         return True
 
     def is_capturing(self) -> bool:
-        return False
+        return CAPTURING.graphs > 0 and current_stream(self.device) == self
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event

@@ -224,6 +224,8 @@ class CudaFace:
     # ---- work that is not done
 
     def synchronize(self, device: Any = None) -> None:
+        if waiting.CAPTURING.graphs:
+            waiting.refuse_waiting()
         self._gpu(device).use()
         self._machine.settle()
 
