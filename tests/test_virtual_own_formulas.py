@@ -265,3 +265,26 @@ def test_what_stands_for_another_version_is_what_this_one_does(
     by_torch = found()
     monkeypatch.setattr(own_formulas, "_runs_since", lambda version: version > TORCH)
     assert found() == by_torch
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [lambda x: x.prod(1), lambda x: x.masked_fill(x > 3, 1.0), lambda x: x.renorm(2, 0, 1.0), lambda x: x.mean(1)],
+    ids=["prod", "masked_fill", "renorm", "mean"],
+)
+def test_an_operator_that_a_program_made_of_others_is_compiled(device: Any, formula: Any) -> None:
+    def made_of_others(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = formula(x)
+        return result
+
+    library = torch.library.Library("own_formulas_test", "FRAGMENT")
+    library.define("made_of_others(Tensor x) -> Tensor")
+    library.impl("made_of_others", made_of_others, "CompositeImplicitAutograd")
+    try:
+        compiled = torch.compile(lambda x: torch.ops.own_formulas_test.made_of_others(x) * 2, backend="aot_eager")
+        for x in (source().cuda(), source().cuda().requires_grad_()):
+            assert compiled(x).shape == formula(x).shape
+        compiled(x).sum().backward()
+        assert x.grad is not None
+    finally:
+        library._destroy()

@@ -52,6 +52,17 @@ class _KeepsItsInput(torch.autograd.Function):
         return gradient
 
 
+def replaced(operator: Any, keys: Any) -> Callable[..., Any]:
+    """Autograd's kernel of an operator on CUDA that one of ours replaced: it is still there under another name.
+
+    keys: those of the call. The dispatcher in Python, which is on while the compiler traces, would look the kernel up anew and
+    come back to ours.
+    """
+    key = torch._C.DispatchKey
+    others = keys.remove(key.AutogradCUDA).remove(key.PythonDispatcher)
+    return partial(operator.redispatch, others.add(key.AutogradMeta))
+
+
 def _keeping(
     operator: Callable[..., Any], keeping: frozenset[int], keys: Any, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -64,6 +75,4 @@ def _keeping(
         and torch.autograd.forward_ad.unpack_dual(self).tangent is None
     ):
         self = _KeepsItsInput.apply(self)  # type: ignore[no-untyped-call]
-    # The kernel that was replaced is still there under another name of autograd's.
-    key = torch._C.DispatchKey
-    return operator.redispatch(keys.remove(key.AutogradCUDA).add(key.AutogradMeta), self, *args, **kwargs)  # type: ignore[attr-defined]
+    return replaced(operator, keys)(self, *args, **kwargs)

@@ -29,6 +29,7 @@ from gpumem_magic.virtual.engine.modes import made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators.composites import version_of
 from gpumem_magic.virtual.operators.data_dependent import found_among
+from gpumem_magic.virtual.operators.kept_inputs import replaced
 
 # Of a call: the context, the gradient, what was kept; gives the gradients of the operator's arguments.
 _Formula = Callable[[Any, torch.Tensor], tuple[Any, ...]]
@@ -73,8 +74,7 @@ def _with_node(
             or torch._C._are_functorch_transforms_active()
             or any(torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
         ):
-            key = torch._C.DispatchKey
-            return operator.redispatch(keys.remove(key.AutogradCUDA).add(key.AutogradMeta), *args, **kwargs)
+            return replaced(operator, keys)(*args, **kwargs)
         whole = [*args, *(one.default_value for one in operator._schema.arguments[len(args) :] if not one.kwarg_only)]
         return Node.apply(kwargs, *whole)  # type: ignore[no-untyped-call]
 
