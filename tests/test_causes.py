@@ -85,6 +85,20 @@ GUILTY = [
     Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
     # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device
     Case("growth", (TRAIN, "kept = []\nfor _ in range(6):\n    kept.append(mib(4))"), "held by `kept`"),
+    # Of a list that grows, three turns are enough, and turns that leave more and less.
+    Case(
+        "growth",
+        (TRAIN, "kept = []\nfor _ in range(3):\n    kept.append(mib(4))"),
+        "(3 iterations): it is held by `kept`",
+    ),
+    Case(
+        "growth",
+        (
+            TRAIN,
+            "kept = []\nfor rows in (4, 9, 2, 7, 3, 8, 2, 6, 9):\n    y = mib(rows * 3)\n    kept.append(mib(rows))",
+        ),
+        "Each iteration leaves 2.0 MiB to 9.0 MiB more allocated than the previous one (9 iterations): it is held by `kept`",
+    ),
     Case(
         "growth",
         (TRAIN, "for i in range(6):\n    globals()[f'part_{i}'] = mib(4)"),
@@ -549,6 +563,17 @@ GUILTY += [
         "kept_on_ctx",
         (TRAIN, f"{ON_CTX}\n{LAYERS}"),
         "`mine` keeps tensors in `ctx.extra`, which no backward frees: 96.0 MiB",
+    ),
+    # What lies deep in an attribute, and what a closure keeps that is one.
+    Case(
+        "kept_on_ctx",
+        (TRAIN, f"{ON_CTX.replace('ctx.extra = x.clone()', 'ctx.extra = dict(own=[x.clone()])')}\n{LAYERS}"),
+        "`mine` keeps tensors in `ctx.extra`, which no backward frees: 96.0 MiB",
+    ),
+    Case(
+        "kept_on_ctx",
+        (TRAIN, f"{ON_CTX.replace('ctx.extra = x.clone()', 'y = x.clone(); ctx.extra = lambda: y')}\n{LAYERS}"),
+        "`mine` keeps tensors in `ctx.extra`, which no backward frees: 96.0 MiB in the graph of `",
     ),
     # A graph through which a backward has gone keeps its leaf, and that its gradient.
     Case(
@@ -1133,6 +1158,15 @@ GUILTY += [
             "layer(x, x, x)[0].sum().backward()",
         ),
         "(`layer(x, x, x)`, line 2): 32.0 MiB in 1 tensor of 512 x 512 for each head. `need_weights=False` in the call",
+    ),
+    # The values need no gradient: no product saves the scores.
+    Case(
+        "attention_scores",
+        (
+            "q = torch.randn(2, 4, 512, 64, device='cuda', requires_grad=True)\nv = q.detach().clone()",
+            "p = (q @ q.transpose(2, 3)).softmax(-1)\n(p @ v).sum().backward()",
+        ),
+        "`(q @ q.transpose(2, 3)).softmax(-1)`, line 2",
     ),
     Case("private_pools", (TRAIN, GRAPHS.format(pool="")), "3 CUDA graphs"),
     Case(

@@ -23,7 +23,7 @@ from gpumem_magic.attribution.groups import groups_of
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.commands.side_by_side import short_names
 from gpumem_magic.files.loaded import report_of, views_of
-from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.filling import in_words
 from gpumem_magic.report.model import TensorGroup
 from gpumem_magic.snapshot.files import SnapshotFileError, read, write
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment, Snapshot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -74,6 +75,20 @@ def test_an_error_is_put_down_to_the_value_that_was_read_last(tmp_path: Path) ->
     )  # fmt: skip
     assert "ZeroDivisionError" in done.stderr
     assert "does not know, read at `a_solver.py:2`" in " ".join(done.stderr.split())
+
+
+def test_where_a_library_read_the_programs_own_line_is_told(tmp_path: Path) -> None:
+    library = tmp_path / "lib" / "python3.12" / "site-packages"
+    library.mkdir(parents=True)
+    (library / "meter.py").write_text("def update(x):\n    if x.mean().item() > 0.5:\n        return x.clone()\n")
+    (tmp_path / "train.py").write_text("import torch, meter\n\nmeter.update(torch.rand(300, 300, device='cuda'))\n")
+    package = Path(gpumem_magic.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [library, package]))}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert "does not know, read at line 3 (in `meter.py:2`)" in " ".join((done.stdout + done.stderr).split())
 
 
 def test_an_error_of_another_kind_is_not_put_down_to_values() -> None:

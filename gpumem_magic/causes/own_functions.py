@@ -10,14 +10,16 @@ import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import release, spots, told
+from gpumem_magic.causes.places import quoted, release, spots, told
 from gpumem_magic.owners.model import ON_CTX, Held, size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _CTX = ON_CTX.lstrip(": ")
-_ATTRIBUTE = re.compile(rf"{_CTX}\.(?P<name>\w+).* of (?P<function>\w+)$")
+_ATTRIBUTE = re.compile(rf"{_CTX}\.(?P<name>\w+)[^ ]* of (?P<function>\w+)")
+# What lies in an object of a program's own, or in a function's closure, is told as no part of the graph.
+_KINDS = frozenset({"graph", "tensor"})
 
 
 def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
@@ -29,12 +31,18 @@ def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
     named = [found for one in ours if (found := _ATTRIBUTE.search(one.place))]
     attributes = list(dict.fromkeys(f"`{_CTX}.{one['name']}`" for one in named))
     functions = list(dict.fromkeys(f"`{one['function']}`" for one in named))
+    who = listed(functions[:2]) or "A function of the program's own"
+    where = listed(attributes[:3]) or f"attributes of `{_CTX}`"
     places = spots(ours)
+    # (A closure's variable is no name of the graph's.)
+    deep = any(one.kind != "graph" for one in ours)
+    roots = dict.fromkeys(scene.holdings.roots[one.roots[0]].name for one in ours)
+    graphs = listed([quoted(name) for name in roots][:3]) if deep else told(places)
     now = release(scene, places[0])
     yield Cause(
         "kept_on_ctx",
-        f"{listed(functions[:2])} {'keeps' if len(functions) == 1 else 'keep'} tensors in {listed(attributes[:3])}, which no "
-        f"backward frees: {human(size)} in the graph of {told(places)}.",
+        f"{who} {'keep' if len(functions) > 1 else 'keeps'} tensors in {where}, which no "
+        f"backward frees: {human(size)} in the graph of {graphs}.",
         f"Give them to `ctx.save_for_backward`: a backward then frees them{f'; for now {now}' if now else ''}.",
         size,
     )
@@ -43,6 +51,6 @@ def kept_on_ctx(scene: Scene) -> Iterator[Cause]:
 def outlived_a_backward(scene: Scene, one: Held) -> bool:
     """Whether an attribute of ``ctx`` keeps it, and a backward began after it was made."""
     allocation = scene.alive.get(one.address)
-    if one.kind != "graph" or ON_CTX not in one.place or allocation is None:
+    if one.kind not in _KINDS or ON_CTX not in one.place or allocation is None:
         return False
     return allocation.born < max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)

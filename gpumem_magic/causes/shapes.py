@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
 from gpumem_magic.causes.model import Scene
@@ -146,7 +146,10 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     """Square tensors, a row and a column for every token, that softmax and its neighbours saved."""
     # What softmax saved, and what has the same shape beside it (dropout's, the masked scores). Scores are multiplied with the
     # values afterwards: a softmax over the classes of an image's pixels is none.
+    births = scene.recording.logs[scene.device].births
     weighed = {prod(one.shape) for one in scene.saved if not _PRODUCTS.isdisjoint(one.operations)}
+    # (Where the values need no gradient, the product saves no scores.)
+    weighed |= {count for count, _ in _square_factors(births.values())}
     scored = {
         (prod(one.shape), one.shape[-1])
         for one in scene.saved
@@ -159,7 +162,6 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     ]
     sizes = [one.size for one, _ in scores]
     length = scores[0][1] if scores else 0
-    births = scene.recording.logs[scene.device].births
     birth = next((births[one.born] for one, _ in scores if one.born in births), None)
     if not sizes and (made := _scores_that_failed(scene) or (None if scene.saved else _scores_at(scene))) is not None:
         birth, sizes, length = made
@@ -187,17 +189,22 @@ def _scores_that_failed(scene: Scene) -> tuple[Birth, list[int], int] | None:
     return birth, [error.wanted], shape[-1]
 
 
-def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
-    """Where no backward looked at a graph: the softmax over square tensors that a product takes up, the sizes of all tensors of
-    that shape at the moment, and the length."""
-    births = scene.recording.logs[scene.device].births
-    weighed = {
+def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:
+    """How many numbers are in square tensors that products took, and their lengths."""
+    return {
         (prod(shape), shape[-1])
-        for birth in births.values()
+        for birth in births
         if birth.kernel in _PRODUCTS
         for shape, _ in birth.inputs
         if len(shape) >= 2 and shape[-1] == shape[-2] >= _LEAST_LENGTH
     }
+
+
+def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
+    """Where no backward looked at a graph: the softmax over square tensors that a product takes up, the sizes of all tensors of
+    that shape at the moment, and the length."""
+    births = scene.recording.logs[scene.device].births
+    weighed = _square_factors(births.values())
     found: dict[tuple[int, int], Birth] = {}
     for birth in births.values():
         key = (prod(birth.shape or ()), (birth.shape or (0,))[-1])

@@ -10,9 +10,9 @@ from gpumem_magic.attribution.groups import StackGroup, groups_of, matching, sta
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.files.ranges import named_ranges
-from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.filling import in_words
 from gpumem_magic.report.model import LABELS
-from gpumem_magic.report.tensors import groups_at
+from gpumem_magic.report.tensors import ALL_GROUPS, groups_at
 from gpumem_magic.snapshot.files import LoadedSnapshot
 from gpumem_magic.snapshot.whole_file import printable
 from gpumem_magic.units import amount, counted, human
@@ -29,7 +29,7 @@ _MOST_SEGMENTS = 3
 def asked_for(view: DeviceView, position: int, moment: str) -> str:
     """What is allocated at a moment, in a sentence."""
     sizes = view.sizes(position)
-    words = in_words(groups_at(view, position), sizes)
+    words = in_words(groups_at(view, position, ALL_GROUPS), sizes)
     told = f"{moment[:1].upper()}{moment[1:]}: {amount(sizes['allocated'])} allocated"
     return f"{told}, of which {words}." if words else f"{told}."
 

@@ -158,7 +158,8 @@ class StandIn:
     of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
     is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
-    printed, or a text that is made of them ("text"). latest: nothing was read after it.
+    printed, or a text that is made of them ("text"). latest: nothing was read after it. caller: where a library read, the
+    line of the program's own that called it.
     """
 
     line: str
@@ -172,6 +173,7 @@ class StandIn:
         },
     )
     latest: bool = field(default=False, metadata={"only_with": "latest"})
+    caller: str = field(default="", metadata={"only_with": "caller"})
 
 
 @dataclass(frozen=True)

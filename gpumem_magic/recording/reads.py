@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from gpumem_magic.devices.reads import Reads
+from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
@@ -42,16 +43,27 @@ class ReadsWithin:
         places: Counter[str] = Counter()
         by_user: Counter[str] = Counter()
         decides: dict[str, str] = {}
+        callers: dict[str, str] = {}
         for (file, line), count in sorted(read.items()):
             place = place_of(file, line)
             places[place] += count
+            if (caller := _own_caller((file, line), self._reads)) is not None:
+                callers.setdefault(place, place_of(*caller))
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
             decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads)
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
-            StandIn(place, count, by_user[place], decides[place], place == latest) for place, count in places.items()
+            StandIn(place, count, by_user[place], decides[place], place == latest, callers.get(place, ""))
+            for place, count in places.items()
         )
+
+
+def _own_caller(read: _Line, reads: Reads) -> _Line | None:
+    """Where a library read: the innermost line of the program's own from which it was called."""
+    if whose(read[0]) == OWN:
+        return None
+    return next((place for place in reads.stacks.get(read, ()) if whose(place[0]) == OWN), None)
 
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:

@@ -6,21 +6,21 @@ are, which line made them and what keeps them.
 
 from __future__ import annotations
 
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
-from gpumem_magic.attribution.sites import GATHERERS, TRIALS
 from gpumem_magic.looks.decisions import may_be_of_a_value
+from gpumem_magic.recording.model import OPTIMIZER, StandIn
 from gpumem_magic.report.failure import failed_request, failed_row
-from gpumem_magic.report.model import LABELS, OF_A_MODEL, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row, TensorGroup
+from gpumem_magic.report.filling import MOST, in_words
+from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row
+from gpumem_magic.report.tensors import all_groups
 from gpumem_magic.units import MIB, amount, shape_words, spans
 
-# Groups are told until they are so much of what is allocated, in per cent, and at most so many; fewer where a sentence says what
-# to do, which is not to be buried. A table has the others.
-_ENOUGH, _MOST, _MOST_BEFORE_ADVICE = 80, 3, 2
+# So many groups are told where a sentence says what to do, which is not to be buried.
+_MOST_BEFORE_ADVICE = 2
+_OF_A_STEP = frozenset({"gradients"})
 # What only describes is told if it is one part in so many of the peak.
 _WORTH = 8
 # What says what to do about one part in so many is the answer, and comes before the tensors.
@@ -63,13 +63,6 @@ _ALSO = {
 }
 # What an error keeps was in use when it came, and is no reason for it.
 _KEPT_AFTERWARDS = "pinned_by_traceback"
-# These say no more of a tensor than that it is one.
-_VAGUE = frozenset({"unknown", "temporaries"})
-_MOST_LABELS = 2
-_BEHIND_A_PLACE = re.compile(r" of | and \d")
-# A word that needs one.
-_EXPLAINED = {"workspace": " (scratch memory of cuBLAS and cuDNN)"}
-_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 
 
 def answer_of(report: ReportData) -> str:
@@ -88,7 +81,7 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     if error is not None and error.requested is None and may_be_of_a_value(error.type, error.message) and read:
         latest = next((one for one in read if one.latest), read[-1])
         guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), latest)
-        place = _read_at(guilty.line)
+        place = _read_at(guilty)
         return (
             f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}.",
             True,
@@ -101,15 +94,18 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     said, how = _DOUBTS[first]
     said += "".join(f", {_ALSO[kind]}" for kind in others)
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
-    place = _read_at(next(one.line for one in deciding if one.decides == first))
+    place = _read_at(next(one for one in deciding if one.decides == first))
     doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
     causes = [cause.name for cause in report.shown_causes]
     mild = _MILD | {"loop"} if _SOUND in causes or _OF_EACH.intersection(causes[:1]) else _MILD
     return doubt, not mild.issuperset(kinds)
 
 
-def _read_at(place: str) -> str:
-    return f"line {place}" if place.isdecimal() else f"`{place}`"
+def _read_at(one: StandIn) -> str:
+    """The program's own line, which its author can look at, and where a library read, called from there."""
+    inner = f" (in `{one.line}`)" if one.caller else ""
+    place = one.caller or one.line
+    return f"{f'line {place}' if place.isdecimal() else f'`{place}`'}{inner}"
 
 
 def _plain(report: ReportData) -> str:
@@ -127,18 +123,23 @@ def _plain(report: ReportData) -> str:
         (cause for cause in describing if cause.name not in _OF_ANYTHING and _is_part(cause, report, _MAIN)), None
     )
     useful = blaming or main or next((cause for cause in describing if _is_part(cause, report, _WORTH)), None)
-    groups: Sequence[TensorGroup] = report.peak.tensors
-    categories = report.peak.categories
+    groups, categories = all_groups(report, report.peak.position, report.peak.tensors), report.peak.categories
     if report.error is not None and report.error.tensors:
-        groups, categories = report.error.tensors, _failed(report).categories
+        state = _failed(report)
+        groups, categories = all_groups(report, state.position, report.error.tensors), state.categories
     if useful is not None and useful.name == _TELLS_TEMPORARIES:
         groups = [one for one in groups if one.category != "temporaries"]
     told = [] if useful is None else [useful.remedy if useful.name == _LISTS_HOLDERS else useful.sentence]
     sound = [cause.sentence for cause in shown if cause.name in _BEFORE_ALL]
-    most = _MOST_BEFORE_ADVICE if told else _MOST
-    return _composed(
-        report, in_words(groups, categories, most), told, sound, leads=useful is not None and useful is main
-    )
+    most = _MOST_BEFORE_ADVICE if told else MOST
+    words = in_words(groups, categories, most, _OF_A_STEP if _failed_in_a_step(report) else ())
+    return _composed(report, words, told, sound, leads=useful is not None and useful is main)
+
+
+def _failed_in_a_step(report: ReportData) -> bool:
+    """Whether memory ran out in an optimizer's step: what it steps by is there, too."""
+    spans = report.recording.spans if report.recording is not None and report.error is not None else ()
+    return any(one.failed and one.kind == OPTIMIZER for one in spans[-1:])
 
 
 def _is_part(cause: Cause, report: ReportData, share: int) -> bool:
@@ -233,134 +234,3 @@ def _request(report: ReportData) -> str:
 
 def _failed(report: ReportData) -> Row | Peak:
     return failed_row(report) or report.peak
-
-
-def in_words(groups: Sequence[TensorGroup], categories: Mapping[str, int | None], most: int = _MOST) -> str:
-    """What is allocated, the largest first: ``6,104 MiB are four (20000, 20000) float32 tensors of `pred - y` (line 4)``.
-
-    categories: all that is allocated, since small groups are left out of a long list. most: how many groups are told."""
-    total = sum(one.bytes for one in groups)
-    told: list[tuple[int, list[TensorGroup]]] = []
-    left = total
-    alike = _alike(groups)
-    lists = Counter(members[0].category for members in alike)
-    sizes = [sum(one.bytes for one in members) for members in alike]
-    for number, members in enumerate(alike):
-        # What is called by its category alone is all of it.
-        if lists[members[0].category] == 1 and _is_nameless(members):
-            sizes[number] = max(sizes[number], categories.get(members[0].category) or 0)
-    for size, members in sorted(zip(sizes, alike, strict=True), key=lambda one: _rank(*one))[:most]:
-        if told and (100 * (total - left) >= _ENOUGH * total or 20 * size < total):
-            break
-        told.append((size, members))
-        left -= size
-    words: list[str] = []
-    untold = dict(categories)
-    for size, members in told:
-        untold[members[0].category] = (untold.get(members[0].category) or 0) - size
-    for size, members in reversed(told):
-        # What is left of a category is told behind its last part, so that a table's figure is here, too.
-        whole, more = categories.get(members[0].category) or 0, untold.pop(members[0].category, 0) or 0
-        words.append(_words(members, size, whole if _is_nameless(members) or 20 * more >= whole else 0))
-    return "; ".join(reversed(words))
-
-
-def _rank(size: int, members: Sequence[TensorGroup]) -> float:
-    """The largest first; a library's own memory, which nobody can make smaller, and what has no name, behind what is about as
-    large."""
-    if members[0].category == "workspace":
-        return -size / 2
-    return -0.95 * size if _is_nameless(members) else -size
-
-
-def _alike(groups: Sequence[TensorGroup]) -> list[list[TensorGroup]]:
-    """Groups that one line made in one shape, whichever of its operators it was, and the parts of a model, are told together."""
-    found: dict[tuple[object, ...], list[TensorGroup]] = defaultdict(list)
-    for one in groups:
-        if not one.category:
-            continue
-        if one.category in _EXPLAINED:
-            # What asked for it first says little: a library keeps it.
-            found[one.category, None].append(replace(one, shape=None, statement="", line=0, expression="", inner=""))
-        elif one.category in OF_A_MODEL or one.shape is None:
-            found[one.category, one.kept_by, one.line, one.operator == TRIALS].append(one)
-        else:
-            found[one.shape, one.dtype, one.line, one.inner].append(one)
-    return list(found.values())
-
-
-def _is_nameless(members: Sequence[TensorGroup]) -> bool:
-    """Whether nothing but a category is said of them."""
-    first = members[0]
-    if first.category in OF_A_MODEL:
-        return not first.kept_by
-    return first.shape is None and not (_place(members) or _kept(members))
-
-
-def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
-    """whole: what their category has, where they are to be told as a part of it; else 0."""
-    first = members[0]
-    part = f" (of {amount(whole)} in all)" if whole > size and amount(whole) != amount(size) else ""
-    if part and _is_nameless(members):
-        return f"{amount(size)} are {LABELS[first.category]}{part}"
-    if first.category in OF_A_MODEL:
-        link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
-        of = f"{link} {_in_code(first.kept_by)}" if first.kept_by else ""
-        of = f" that `{first.kept_by}` gathered for layers at work" if first.kept_by in GATHERERS else of
-        return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
-    place = _place(members)
-    if first.operator == TRIALS:
-        return f"{amount(size)} are {TRIALS}{place}, which come in the first run alone"
-    if first.shape is None:
-        return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}{_kept(members)}"
-    if first.dtype == "uint8" and first.operator.startswith("cudnn"):
-        # Bytes without a form that anybody would know.
-        return f"{amount(size)} are what cuDNN keeps for the backward{place}"
-    count = sum(one.count for one in members)
-    kind = "tensor" if count == 1 else "tensors"
-    number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
-    told = f"{number} {shape_words(first.shape)} {first.dtype} {kind}"
-    return f"{amount(size)} are {told}{place}{_kept(members) or _labels(members)}"
-
-
-def _place(members: Sequence[TensorGroup]) -> str:
-    """Which line made them; the innermost expression of several is within the others."""
-    first = members[0]
-    expressions = {one.expression for one in members if one.expression}
-    words = max(expressions, key=len) if expressions else first.statement
-    if not words:
-        # Without lines of a cell (in a file), members may be from anywhere.
-        inner = {one.inner for one in members}
-        return f" of {first.inner}" if first.inner and len(inner) == 1 else ""
-    line = f" (line {first.line}{f': {first.inner}' if first.inner else ''})" if first.line else ""
-    # (Compiled code has its function's first line alone.)
-    compiled = "the compiled " if not expressions and first.operator == "torch.compile" else ""
-    return f" of {compiled}`{words}`{line}"
-
-
-def _labels(members: Sequence[TensorGroup]) -> str:
-    """What they are, where nothing more is known of them, and that is said of most."""
-    vague = sum(one.bytes for one in members if one.category in _VAGUE)
-    if 2 * vague > sum(one.bytes for one in members):
-        return ""
-    words = [LABELS[name] for name in dict.fromkeys(one.category for one in members) if name not in _VAGUE]
-    return f": {' and '.join(words)}" if 0 < len(words) <= _MOST_LABELS else ""
-
-
-def _kept(members: Sequence[TensorGroup]) -> str:
-    """What keeps them, where it is one and the same."""
-    keepers = {(one.keeper, one.kept_by if one.keeper != "backward" else "") for one in members}
-    if len(keepers) != 1:
-        return ""
-    keeper, place = keepers.pop()
-    if keeper == "backward":
-        return ", kept for backward"
-    if keeper not in ("name", "list") or not place:
-        return ""
-    return f", kept by {place if '`' in place else _in_code(place)}"
-
-
-def _in_code(place: str) -> str:
-    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``."""
-    variable = _BEHIND_A_PLACE.split(place, maxsplit=1)[0]
-    return f"`{variable}`{place.removeprefix(variable)}"

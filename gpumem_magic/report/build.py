@@ -73,7 +73,8 @@ def report_of(
     """The report of one device. points: where rows are, by default at the recording's checkpoints. most_steps: how many steps
     the trials of settings may take, where memory ran out."""
     report = _Builder(view, points or view.recording.checkpoints, most_steps).report(lines=lines)
-    return replace(report, source=view, answer=answer_of(report))
+    report = replace(report, source=view)
+    return replace(report, answer=answer_of(report))
 
 
 class _Builder:

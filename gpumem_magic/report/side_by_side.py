@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from gpumem_magic.report.answer import in_words
+from gpumem_magic.report.filling import in_words
 from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING, STATES, RankRow, Ranks
 from gpumem_magic.units import amount, counted, spans

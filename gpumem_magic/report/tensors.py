@@ -11,11 +11,13 @@ from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.attribution.tensors import TensorFacts, common_path
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.recording.model import KEPT_BY_NAME
-from gpumem_magic.report.model import OF_A_MODEL, TensorGroup, TensorKind
+from gpumem_magic.report.model import OF_A_MODEL, ReportData, TensorGroup, TensorKind
 from gpumem_magic.snapshot.timeline import Allocation
 
 MOST_GROUPS = 12
 """Groups of a moment; what is left out is one more, the last."""
+ALL_GROUPS = 1 << 20
+"""The same where none is to be left out."""
 
 _NUMBER = re.compile(r"\d+")
 # A group is large if it is one part in so many of what is allocated.
@@ -45,6 +47,11 @@ def groups_at(view: DeviceView, position: int, most: int = MOST_GROUPS) -> tuple
         groups.append(TensorGroup(rounding, 0, "rounding"))
     groups.sort(key=lambda group: -group.bytes)
     return (*groups[:most], *_rest(groups[most:]))
+
+
+def all_groups(report: ReportData, position: int, kept: Sequence[TensorGroup]) -> Sequence[TensorGroup]:
+    """The groups of a moment without end where the recording is at hand, else those that were kept."""
+    return kept if report.source is None or position < 0 else groups_at(report.source, position, ALL_GROUPS)
 
 
 def _across_lines(groups: Iterable[list[_Member]]) -> list[list[_Member]]:

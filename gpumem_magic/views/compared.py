@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, LABELS, OF_A_MODEL, ReportData, TensorGroup
-from gpumem_magic.report.tensors import groups_at
+from gpumem_magic.report.tensors import all_groups
 from gpumem_magic.units import MIB, amount, human
 from gpumem_magic.views.display import HTML, PLAIN, asked_for, in_terminal
 from gpumem_magic.views.explain import device_name, highest_in_use
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 SMALL = 50
 # Places, and statements, that are told.
 _MOST = 5
-_ALL = 1 << 20
 _LINE = re.compile(r", line \d+")
 # Their sizes follow from other categories, or are nobody's code.
 _NO_PLACE = (*OF_A_MODEL, "workspace", "rounding", "")
@@ -189,7 +188,7 @@ def _by_statement(first: ReportData, second: ReportData) -> dict[str, tuple[int,
 
 def _by_place(first: ReportData, second: ReportData) -> dict[str, tuple[int, int]]:
     """What the same code made, in the same category, that lives at both peaks; what only one of them has where that is known."""
-    sides = [_groups(first), _groups(second)]
+    sides = [all_groups(one, one.peak.position, one.peak.tensors) for one in (first, second)]
     sums = [_sums(groups) for groups in sides]
     is_whole = [all(one.category for one in groups) for groups in sides]
     return {
@@ -197,13 +196,6 @@ def _by_place(first: ReportData, second: ReportData) -> dict[str, tuple[int, int
         for name in dict.fromkeys([*sums[0], *sums[1]])
         if all(name in found or whole for found, whole in zip(sums, is_whole, strict=True))
     }
-
-
-def _groups(report: ReportData) -> Sequence[TensorGroup]:
-    """All groups of the peak where the recording is at hand, else those that were kept."""
-    if report.source is None or report.peak.position < 0:
-        return report.peak.tensors
-    return groups_at(report.source, report.peak.position, _ALL)
 
 
 def _sums(groups: Sequence[TensorGroup]) -> Counter[str]:
