@@ -445,22 +445,28 @@ def test_a_loss_holds_the_memory_of_its_shares_and_what_lies_behind_it_may_be_lo
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("normed", [False, True])
-def test_an_encoder_gives_zeros_for_padding_as_where_it_unpacks_sequences(normed: bool) -> None:
+@pytest.mark.parametrize("dtype", [torch.float, torch.double, torch.bfloat16])
+@pytest.mark.parametrize(("normed", "gelu", "lengths"), [(False, True, (7, 10)), (True, False, (1, 9))])
+def test_an_encoder_gives_zeros_for_padding_as_where_it_unpacks_sequences(
+    normed: bool, gelu: bool, lengths: tuple[int, int], dtype: torch.dtype
+) -> None:
     def run(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, dropout=0.0)
-        encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16) if normed else None).to(device).eval()
-        x, padding = torch.randn(2, 10, 16).to(device), torch.zeros(2, 10, dtype=torch.bool, device=device)
-        padding[0, 7:] = True
+        activation = "gelu" if gelu else "relu"
+        layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, dropout=0.0, activation=activation)
+        encoder = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(16) if normed else None)
+        encoder = encoder.to(device, dtype).eval()
+        x = torch.randn(2, 10, 16).to(device, dtype)
+        padding = (torch.arange(10) >= torch.tensor(lengths)[:, None]).to(device)
         with torch.no_grad():
             packed, whole = encoder(x, src_key_padding_mask=padding), encoder(x)
         return [one.cpu() for one in (packed, whole, encoder(x, src_key_padding_mask=padding).detach())]
 
     hosts = run("cpu")
     gpu.turn_on("T4,values=real")
+    alike = {"atol": 0.05, "rtol": 0.05} if dtype == torch.bfloat16 else {}
     for here, there in zip(run("cuda"), hosts, strict=True):
-        torch.testing.assert_close(here, there)
+        torch.testing.assert_close(here, there, **alike)
 
 
 def test_a_devices_own_generator_may_be_given() -> None:

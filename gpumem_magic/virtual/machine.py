@@ -192,10 +192,9 @@ class VirtualMachine:
             )
         if engine.padded_encoders:
             found.append(
-                f"nn.TransformerEncoder ran on padded sequences ({counted(engine.padded_encoders, 'time')}): where it has no "
-                "other mask, a card packs them, which takes less memory"
-                + " and gives zeros where there is padding" * (not engine.computes)
-                + "."
+                f"nn.TransformerEncoder ran on padded sequences ({counted(engine.padded_encoders, 'time')}), since where they "
+                "end is unknown on a virtual GPU: where it has no other mask, a card packs them, which takes less memory and "
+                "gives zeros where there is padding."
             )
         found += self.compiler.notes() + self.communication.notes()
         if engine.kernels_not_run:

@@ -248,7 +248,7 @@ class Engine:
         # Sizes that have no upper bound: what was assumed.
         self.other_sizes: Counter[str] = Counter()
         self.kernels_not_run = 0
-        # How often a card would have packed padded sequences into a nested tensor.
+        # How often a card may have packed padded sequences into a nested tensor where this did not.
         self.padded_encoders = 0
         self.unknown: set[str] = set()
         # What `torch.cuda.set_sync_debug_mode` was given.

@@ -1,4 +1,4 @@
-"""The fast path of `nn.MultiheadAttention` and `nn.TransformerEncoderLayer` in inference, as CUDA puts it together.
+"""The fast path in inference of `nn.MultiheadAttention`, and of encoders and their layers, as CUDA puts it together.
 
 As in ATen/native/transformers (``cuda/attention.cu``, ``attention.cpp``, ``transformer.cpp``; read in 1.13 to 2.5, and met by a
 trace of 2.2): where a fused kernel may be used and nobody asks for the weights, `scaled_dot_product_attention`; otherwise all of
@@ -7,9 +7,7 @@ queries, keys and values in one buffer, whose queries the context is written ove
 
 from __future__ import annotations
 
-import functools
 import sys
-import threading
 from typing import Any, cast
 
 import torch
@@ -19,10 +17,10 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.host_calls import host_only
-from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import attention
+from gpumem_magic.virtual.operators.nested_tensors import NestedOnDevice
 
 # Where PyTorch's modules ask whether a tensor is one of somebody's own class.
 _ASKING = ("torch.nn.modules.activation", "torch.nn.modules.transformer")
@@ -33,13 +31,8 @@ _ANY_WIDTH_FROM = (2, 12)
 _LONGEST_ROW = 1024
 
 
-class _UnderWay(threading.local):
-    """Where the sequences that an encoder was given, and a card would pack, are padding."""
-
-    padding: torch.Tensor | None = None
-
-
-_UNDER_WAY = _UnderWay()
+# Python asks for what follows, and not TorchScript, whose next call would be C++'s own.
+_ASKED_IN_PYTHON = ThreadFlag()
 
 
 def install(patches: Patches, engine: Engine) -> None:
@@ -54,47 +47,23 @@ def install(patches: Patches, engine: Engine) -> None:
         asking = (frame.f_globals.get("__name__") for frame in (caller, caller.f_back) if frame is not None)
         if not any(name in _ASKING for name in asking):
             return True
-        return asked(tuple(one for one in relevant_args if type(one) is not VirtualTensor))
+        return asked(tuple(one for one in relevant_args if type(one) not in (VirtualTensor, NestedOnDevice)))
+
+    is_left_aligned = torch._nested_tensor_from_mask_left_aligned
+
+    def _nested_tensor_from_mask_left_aligned(t: Any, mask: Any) -> bool:
+        with _ASKED_IN_PYTHON.raised():
+            return is_left_aligned(t, mask)
 
     patches.set(torch.overrides, "has_torch_function", has_torch_function)
-    if engine.computes:
-        encoder = torch.nn.TransformerEncoder
-        patches.set(encoder, "forward", _encoder(engine, encoder.forward))
-
-
-def _encoder(engine: Engine, original: Any) -> Any:
-    """With zeros for padding where a card unpacks sequences (`TransformerEncoder.forward`): behind the layers, before the last
-    norm. No memory is taken for that."""
-
-    def clear(out: Any) -> None:
-        padding, _UNDER_WAY.padding = _UNDER_WAY.padding, None
-        host = engine.host_of(out) if padding is not None and isinstance(out, VirtualTensor) else None
-        if host is not None and padding is not None:
-            with host_only():
-                host.masked_fill_(padding.unsqueeze(-1), 0.0)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before, _UNDER_WAY.padding = _UNDER_WAY.padding, None
-        first = None if self.norm is None else self.norm.register_forward_pre_hook(lambda _, given: clear(given[0]))
-        try:
-            out = original(self, *args, **kwargs)
-            clear(out)
-            return out
-        finally:
-            _UNDER_WAY.padding = before
-            if first is not None:
-                first.remove()
-
-    return forward
+    patches.set(torch, "_nested_tensor_from_mask_left_aligned", _nested_tensor_from_mask_left_aligned)
 
 
 @special(_aten._nested_tensor_from_mask_left_aligned.default)
 def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> bool:
     """Where each row of the mask ends, and how many it has (``NestedTensorTransformerFunctions.cpp``).
 
-    Nested tensors have sizes that depend on values; the dense way gives the same results but for what stands at padding, which
-    `_encoder` sees to.
+    Only where the values are known can what follows be packed: sizes are counted then.
     """
     mask = args[1]
     with pushed(engine.mode):
@@ -107,12 +76,11 @@ def _left_aligned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
         same = counts == ends
         every = same.all()
         del every, same, ends, padding, counts
-    taken = values.exact(mask)
-    if taken is not None and not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")):
-        aligned = not bool((taken[:, 1:] & ~taken[:, :-1]).any())
-        if aligned and not bool(taken.all()):
-            engine.padded_encoders += 1
-            _UNDER_WAY.padding = ~taken
+    known = values.exact(mask)
+    if known is not None and _ASKED_IN_PYTHON.is_up:
+        return not bool((known[:, 1:] & ~known[:, :-1]).any())
+    if not (torch.is_grad_enabled() or torch.is_autocast_enabled("cuda")):
+        engine.padded_encoders += 1
     return False
 
 

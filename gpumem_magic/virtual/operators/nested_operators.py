@@ -102,17 +102,23 @@ def _of_a_mask(padded: torch.Tensor, mask: torch.Tensor, check: bool) -> NestedO
         refuse_to_hold(
             "a nested tensor of a mask whose values are not known", "values=real, or a mask made on the host,"
         )
-    ends = torch.cat([mask, mask.new_zeros(mask.shape[0], 1)], 1).to(torch.int32).argmin(1)
+    padding = mask.new_zeros(mask.shape[0], 1)
+    padded_mask = torch.cat([mask, padding], 1)
+    numbers = padded_mask.to(torch.int32)
+    ends = numbers.argmin(1)
+    del numbers, padded_mask
     counts = mask.cumsum(1).select(1, -1)
-    ends = ends.to(counts.dtype)
     lengths = known.sum(1).tolist()
     if check and lengths != torch.cat([known, known.new_zeros(len(known), 1)], 1).int().argmin(1).tolist():
         raise RuntimeError("Mask must be left-aligned without gaps")
     widths = torch.full_like(counts.reshape(-1, 1), padded.shape[2])
     sizes = torch.cat([counts.reshape(-1, 1), widths], 1)
-    del ends, counts, widths, sizes
+    # (What is left is there until the buffer is.)
+    del sizes, counts
     found = [(length, padded.shape[2]) for length in lengths]
-    return NestedOnDevice(_unpadded(padded, found), found)
+    buffer = _unpadded(padded, found)
+    del widths, ends, padding
+    return NestedOnDevice(buffer, found)
 
 
 # While devices are on: by a device's number, how it chooses attention's kernel.
@@ -399,13 +405,14 @@ def _from_padded(padded: torch.Tensor, sizes: Any) -> NestedOnDevice:
 
 
 def _unpadded(padded: torch.Tensor, sizes: Any) -> torch.Tensor:
-    """(`nested_from_padded_cuda`: the buffer, and a list of sizes and places of 32 bits each.)"""
+    """(`nested_from_padded_cuda`: the buffer, and a list of sizes and places of 32 bits each, copied in 64 bits.)"""
     if padded.dtype not in (torch.float, torch.half):
         return _from_padded(padded, sizes).buffer
     if padded.dim() != 3:
         raise RuntimeError("padded tensor size error")
     out = NestedOnDevice(padded.new_empty(sum(map(prod, sizes))), sizes)
-    about = padded.new_empty(len(sizes) * 3 + 4, dtype=torch.int32)
+    listed = torch.zeros(len(sizes) * 3 + 4, dtype=torch.int64, device="cpu")
+    about = listed.to(padded.device, torch.int32, non_blocking=True, copy=True)
     for part, row in zip(out.parts(), padded, strict=False):
         part.copy_(row[tuple(slice(length) for length in part.shape)])
     del about
@@ -455,6 +462,68 @@ def _layer_norm(
     shape = (-1, prod(normalized_shape))
     normal = F.layer_norm(nested.buffer.view(shape), shape[1:], weight.reshape(-1), bias.reshape(-1), eps)
     return nested.alike(normal.view(-1))
+
+
+@_rule("_transformer_encoder_layer_fwd")
+def _encoder_layer(
+    source: NestedOnDevice, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any,
+    use_gelu: bool, norm_first: bool, eps: float, norm1_weight: Any, norm1_bias: Any, norm2_weight: Any, norm2_bias: Any,
+    ff1_weight: Any, ff1_bias: Any, ff2_weight: Any, ff2_bias: Any, mask: Any = None, mask_type: int | None = None,
+) -> Any:  # fmt: skip
+    """(`transformer_encoder_layer_forward`, ``transformer.cpp``, and `native_multi_head_attention_cuda`, ``attention.cu``; met by
+    two recordings of an H100 with 2.11, event by event.)"""
+    if mask is not None or not _is_attended_at_once(source, heads):
+        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
+                   norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias)  # fmt: skip
+        return _encoder_layer_of_padded(source, size, heads, *weights)
+
+    def attend(y: NestedOnDevice) -> Any:
+        parts = _linear(y, qkv_weight, qkv_bias).chunk(3, -1)
+        by_head = [one.view(len(y.sizes), -1, heads, size // heads).transpose(1, 2) for one in parts]
+        context: Any = _attention(*by_head).transpose(1, 2)
+        projected = _linear(context.reshape(len(y.sizes), -1, size), proj_weight, proj_bias)
+        del context
+        return projected
+
+    def feed_forward(y: NestedOnDevice) -> Any:
+        hidden = _linear(y, ff1_weight, ff1_bias)
+        _aten.gelu_.default(hidden.buffer) if use_gelu else hidden.buffer.relu_()
+        return _linear(hidden, ff2_weight, ff2_bias)
+
+    def added(one: NestedOnDevice, other: NestedOnDevice) -> NestedOnDevice:
+        one.buffer.add_(other.buffer)
+        return one
+
+    def norm1(y: NestedOnDevice) -> Any:
+        return _layer_norm(y, (size,), norm1_weight, norm1_bias, eps)
+
+    def norm2(y: NestedOnDevice) -> Any:
+        return _layer_norm(y, (size,), norm2_weight, norm2_bias, eps)
+
+    x = added(attend(norm1(source) if norm_first else source), source)
+    if norm_first:
+        return added(feed_forward(norm2(x)), x)
+    x = norm1(x)
+    return norm2(added(feed_forward(x), x))
+
+
+def _is_attended_at_once(sequences: NestedOnDevice, heads: int) -> bool:
+    """Whether a fused kernel takes them (`check_for_seq_len_1_nested_tensor`: none of one token or less)."""
+    if any(length < 2 for length, _ in sequences.sizes):
+        return False
+    gpu: Chooser = _DEVICES.gpu_of(sequences.device.index)
+    by_head: Any = sequences.view(len(sequences.sizes), -1, heads, sequences.sizes[0][1] // heads).transpose(1, 2)
+    fits = _fitting([by_head] * 3, None, False, 0.0, False)
+    return next((one for one in order(gpu) if one in fits), MATH) != MATH
+
+
+def _encoder_layer_of_padded(source: NestedOnDevice, size: int, heads: int, *weights: Any) -> NestedOnDevice:
+    """Where attention goes by products: on padded sequences, as an estimate (CUDA pads scores and context alone)."""
+    padded = _to_padded(source, 0.0)
+    mask = torch.tensor([[at >= len_ for at in range(padded.shape[1])] for len_, _ in source.sizes])
+    found = _aten._transformer_encoder_layer_fwd.default(padded, size, heads, *weights, mask.to(source.device), 1)
+    del padded
+    return NestedOnDevice(_unpadded(found, source.sizes), source.sizes)
 
 
 @_rule("embedding")
@@ -563,9 +632,13 @@ def _attention(
     longest, longest_key = (max(size[0] for size in one.sizes) for one in (queries, keys))
     flat = [_as_dense(one) for one in (queries, keys, values)]
     if kernel == FLASH:
-        found = _aten._flash_attention_forward(
+        found, log_sum, *seeds = _aten._flash_attention_forward(
             *flat, ends, ends_of_keys, longest, longest_key, dropout_p, is_causal, False, scale=scale
-        )[0]
+        )
+        # (One tuple of C++'s, whose parts go in this order.)
+        del log_sum, ends, ends_of_keys
+        while seeds:
+            del seeds[0]
     else:
         found = _aten._efficient_attention_forward(
             *(one.unsqueeze(0) for one in flat), None, ends, ends_of_keys, longest, longest_key, dropout_p, int(is_causal),
