@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
+from gpumem_magic.causes import program
 from gpumem_magic.user_report import Report
 
 SETUP = """
@@ -59,7 +61,11 @@ class Notebook:
 
 @contextmanager
 def notebook(device: str = "A100-40GB", setup: str = SETUP) -> Iterator[Notebook]:
-    with clean_shell() as shell:
+    # What other tests have left imported is no file of this program's.
+    files = program._files
+    before = set(files({}))
+    with pytest.MonkeyPatch.context() as patch, clean_shell() as shell:
+        patch.setattr(program, "_files", lambda namespace: (one for one in files(namespace) if one not in before))
         shell.run_line_magic("load_ext", "gpumem_magic")
         book = Notebook(shell)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import secrets
@@ -38,6 +39,7 @@ _CURRENT = "const panel = window.jupyterapp.shell.currentWidget; const cells = p
 _PAPER = "() => getComputedStyle(document.body).getPropertyValue('--jp-layout-color0').trim()"
 
 
+@functools.cache
 def chromium() -> str | None:
     """The browser's file, or None: the system's, or the one that Playwright brought."""
     found = next(
