@@ -28,6 +28,9 @@ os.environ.pop("COLUMNS", None)
 # Nor that a shell lets nobody interrupt what it starts in the background: tests interrupt themselves and what they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# Nor how busy the cores are: threads that wait for each other in turning loops take five times the work's own CPU time beside
+# two more processes. (Read when PyTorch is loaded; processes that tests start have it from here.)
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Nor what the compiler kept of earlier runs.
 _compiled = tempfile.TemporaryDirectory()
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
