@@ -85,20 +85,6 @@ GUILTY = [
     Case("kept_graphs", (TRAIN, "log = {}\nfor i in range(4):\n    log[i] = model(x).mean()"), "`log`"),
     # pytorch/pytorch#20275: memory rises with each iteration, as results stay on the device
     Case("growth", (TRAIN, "kept = []\nfor _ in range(6):\n    kept.append(mib(4))"), "held by `kept`"),
-    # Of a list that grows, three turns are enough, and turns that leave more and less.
-    Case(
-        "growth",
-        (TRAIN, "kept = []\nfor _ in range(3):\n    kept.append(mib(4))"),
-        "(3 iterations): it is held by `kept`",
-    ),
-    Case(
-        "growth",
-        (
-            TRAIN,
-            "kept = []\nfor rows in (4, 9, 2, 7, 3, 8, 2, 6, 9):\n    y = mib(rows * 3)\n    kept.append(mib(rows))",
-        ),
-        "Each iteration leaves 2.0 MiB to 9.0 MiB more allocated than the previous one (9 iterations): it is held by `kept`",
-    ),
     Case(
         "growth",
         (TRAIN, "for i in range(6):\n    globals()[f'part_{i}'] = mib(4)"),

@@ -36,21 +36,14 @@ from gpumem_magic.owners.holders import ELEMENT, detach_words
 from gpumem_magic.owners.model import A_LEAF, THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
-from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
 
 # The kinds of roots that have a name in the program.
 _NAMES = frozenset({"variable", "module"})
 # So many equal steps are no accident.
 _EQUAL_ITERATIONS = 3
-# Of a list that grows, which cannot be by accident, so many are enough where they are equal, and so many where they differ.
-_EQUAL_IN_A_LIST, _UNEQUAL_IN_A_LIST = 2, 6
 # What is done now and then is done so often.
 _EVERY = (2, 3, 4, 5, 10)
-# (Layers of a model that a loop builds are no results.)
-_GATHERED = frozenset({"tensor", "graph"})
-# What leaves at most so many times as much as another leaves the same.
-_ALIKE = 1.5
 # Two steps are near each other if they differ by one part in so many of the largest.
 _NEAR = 4
 # Bytes of a complex number in double precision.
@@ -291,8 +284,7 @@ def _keeps_numbers(scene: Scene, spot: Spot) -> bool:
 
 
 def growth(scene: Scene) -> Iterator[Cause]:
-    """What each iteration leaves behind, where the last ones all left the same and it is still there; of a list that grows also
-    where they left more and less."""
+    """What each iteration leaves behind, where the last ones all left the same and it is still there."""
     loops = [scene.finished(one) for one in (scene.iterations, *scene.loops, scene.forwards_of_a_statement) if one]
     # What only every few iterations leave behind (checkpoints, say) is looked for last.
     for every, iterations in [(1, one) for one in loops] + [(every, one) for every in _EVERY for one in loops]:
@@ -302,11 +294,6 @@ def growth(scene: Scene) -> Iterator[Cause]:
             if found.text:
                 yield found
             return
-
-
-def _left_of(scene: Scene, iteration: Iteration) -> list[Allocation]:
-    """What one iteration made that is still there."""
-    return [one for one in scene.alive.values() if iteration.start <= one.born < iteration.end]
 
 
 def _recurs(scene: Scene, iterations: Sequence[Iteration], every: int) -> bool:
@@ -325,22 +312,17 @@ def _joined(iterations: Sequence[Iteration], every: int) -> list[Iteration]:
 
 def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cause | None:
     """What one loop's iterations leave behind. Without text where another cause says it."""
-    if len(iterations) < (_EQUAL_IN_A_LIST if every == 1 else _EQUAL_ITERATIONS) + 1:
+    if len(iterations) < _EQUAL_ITERATIONS + 1:
         return None
     steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
     # The first iteration brings gradients and optimizer states, which stay.
-    last = steps[1:][-_EQUAL_ITERATIONS:]
-    in_a_list = len(last) < _EQUAL_ITERATIONS
-    unequal = every == 1 and max(last) > _ALIKE * min(last)
-    if unequal:
-        # (What the next turn makes anew counts in none.)
-        in_a_list, last = True, [size_of(_left_of(scene, one)) for one in iterations[1:-1]]
-    if min(last, default=0) < LEAST or (
-        max(last) > _ALIKE * min(last) and not (unequal and len(last) >= _UNEQUAL_IN_A_LIST)
-    ):
+    last = steps[-_EQUAL_ITERATIONS:]
+    if min(last) < LEAST or max(last) > 1.5 * min(last):
         return None
     # What the last iteration made may be made anew in each (gradients, the batch): only what outlived one counts.
-    alive = [one for one in scene.alive.values() if iterations[-len(last)].start <= one.born < iterations[-1].start]
+    alive = [
+        one for one in scene.alive.values() if iterations[-_EQUAL_ITERATIONS].start <= one.born < iterations[-1].start
+    ]
     left = size_of(alive)
     if left < sum(last[:-1]) * 0.5:
         return None
@@ -353,14 +335,10 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         for one in scene.held
         if one.address in made and (general(one) in kept or (stem and common_stem([general(one)]) == stem))
     )
-    if in_a_list and not any(one.container is not None and one.held[0].kind in _GATHERED for one in found[:1]):
-        return None
-    each = human(sum(last) // len(last))
-    if unequal:
-        each = f"{human(min(last))} to {human(max(last))}"
-    text = f"Each iteration leaves {each} more allocated than the previous one{scene.how_many(steps)}"
+    each = sum(last) // len(last)
+    text = f"Each iteration leaves {human(each)} more allocated than the previous one{scene.how_many(steps)}"
     if every > 1:
-        text = f"Every {every} iterations leave {each} more allocated than those before"
+        text = f"Every {every} iterations leave {human(each)} more allocated than those before"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
         # `reference_cycle` says more of it.
         return Cause("growth", "", "", left)

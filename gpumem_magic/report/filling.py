@@ -160,8 +160,15 @@ def _told(one: _Item, whole: int) -> str:
     kept = _kept_mostly(one) or (_labels(one.members) if one.lines == 1 else "")
     largest = f"{amount(one.largest.size)}, {_tensors(one.largest.members)}"
     if one.lines > 1:
-        what = f"{LABELS[one.category]}: {_tensors(one.members)} of {one.lines:,} lines{kept}"
-        return f"{amount(one.size)} are {what} (largest: {largest}{_place(one.largest.members)})"
+        members, place = one.members, _place(one.largest.members)
+        alike = [each for each in members if _form(each) == _form(one.largest.members[0])]
+        if 100 * sum(each.bytes for each in alike) >= _NEARLY_ALL * one.size:
+            count = sum(each.count for each in one.largest.members)
+            members, largest = alike, f"{amount(one.largest.size // count)} each, one"
+            kept = _kept(alike) or kept
+        lines = len({each.line or each.inner for each in members})
+        what = f"{LABELS[one.category]}: {_tensors(members)} of {lines:,} lines{kept}"
+        return f"{amount(one.size)} are {what} ({'largest: ' * (members is one.members)}{largest}{place})"
     inner = one.largest.members[0].inner if len({each.inner for each in one.members}) > 1 else ""
     what = f"{_tensors(one.members)}{_place(one.members)}{kept}"
     return f"{amount(one.size)} are {what} (largest: {largest}{f' of {inner}' if inner else ''})"
@@ -193,12 +200,16 @@ def _keeps_for_cudnn(one: TensorGroup) -> bool:
     return one.dtype == "uint8" and one.operator.startswith("cudnn")
 
 
+def _form(one: TensorGroup) -> tuple[tuple[int, ...] | None, str]:
+    return one.shape, one.dtype
+
+
 def _tensors(members: Sequence[TensorGroup]) -> str:
     """How many there are of which shape; of several shapes, how many."""
     count = sum(one.count for one in members)
     kind = "tensor" if count == 1 else "tensors"
     number = _NUMBERS[count] if count < len(_NUMBERS) else f"{count:,}"
-    shapes = {(one.shape, one.dtype) for one in members}
+    shapes = {_form(one) for one in members}
     shape, dtype = shapes.pop()
     told = "" if shapes or shape is None else f"{shape_words(shape)} {dtype} "
     return f"{number} {told}{kind}"
