@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, TensorGroup
+from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import amount, shape_words
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many. A table has the others.
@@ -243,11 +244,13 @@ def _labels(members: Sequence[TensorGroup]) -> str:
 
 
 def _kept(members: Sequence[TensorGroup]) -> str:
-    """What keeps them, where it is one and the same."""
+    """What keeps them, where it is one and the same, or where names differ in a number alone (`outs[0…7]`)."""
     keepers = {(one.keeper, one.kept_by if one.keeper != "backward" else "") for one in members}
-    if len(keepers) != 1:
+    keeper = members[0].keeper
+    if any(other != keeper for other, _ in keepers):
         return ""
-    keeper, place = keepers.pop()
+    places = list(dict.fromkeys(one.kept_by for one in members))
+    place = places[0] if len(keepers) == 1 else number_range(places)
     if keeper == "backward":
         return ", kept for backward"
     if keeper not in ("name", "list") or not place:
