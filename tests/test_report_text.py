@@ -478,6 +478,17 @@ LEADS = [
         "Use less.",
     ),
     ("KeyError at line 2. Peak 5 GiB.", "KeyError at line 2. Peak 5 GiB.", ""),
+    (
+        "Of 2,885 MiB at the peak, 2,646 MiB are 108 tensors of `train(32)` (line 2), kept for backward (largest: 294 MiB, three "
+        "(32, 256, 56, 56) float32 tensors of forward, from In [7]:13 train). Use less.",
+        "Of 2,885 MiB at the peak, 2,646 MiB are 108 tensors of `train(32)` (line 2), kept for backward.",
+        "(largest: 294 MiB, three (32, 256, 56, 56) float32 tensors of forward, from In [7]:13 train). Use less.",
+    ),
+    (
+        "Of 9 MiB, 8 MiB are two tensors (largest: 5 MiB). Use less.",
+        "Of 9 MiB, 8 MiB are two tensors (largest: 5 MiB).",
+        "Use less.",
+    ),
 ]
 
 

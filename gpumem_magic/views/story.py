@@ -18,7 +18,8 @@ _MOST_NOTES = 3
 _MOST_GROUPS, _MOST_SHOWN = 5, 8
 # So many words are read at a glance; what follows a part of a sentence begins one of its own.
 _LEAD = 25
-_PARTS = re.compile("[;:] (?=[0-9x])")
+_PARTS = re.compile(r"[;:] (?=[0-9x])| (?=\(largest)")
+_BRACKETS = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
 # A sentence that says where it failed; the next says why.
 _FAILED = re.compile(r"(Out of memory|\w+(Error|Exception|Interrupt)\b)[^.:]*$")
 # Of the others so many categories are named.
@@ -59,6 +60,8 @@ def lead_of(answer: str) -> tuple[str, str]:
     """The first sentence, which stands out, and the rest. A long one ends where one of its parts does; "Out of memory at line 7."
     has the next with it, which says why."""
     bare = re.sub(r"`[^`]*`", lambda code: "x" * len(code[0]), answer)
+    # (What is in brackets belongs to what they follow.)
+    bare = _BRACKETS.sub(lambda inside: re.sub("[;:.]", "x", inside[0]), bare)
     sentences = [*(one.start() for one in re.finditer(r"\. ", bare)), len(bare.rstrip("."))]
     only_where = len(sentences) > 1 and _FAILED.match(bare[: sentences[0]])
     end = sentences[1] if only_where else sentences[0]
