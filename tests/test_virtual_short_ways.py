@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from asked_for import steps
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
+from seen_operators import Seen
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card import catalog
@@ -83,18 +83,6 @@ OPERATORS: dict[str, Operator] = {
     "number of the host": lambda x, _: x * torch.tensor(3),
     "channels last": lambda x, _: x.clone(memory_format=torch.preserve_format),
 }  # fmt: skip
-
-
-class Seen(TorchDispatchMode):
-    """A mode of the program's: `seen` has the operators that came by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(func)
-        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

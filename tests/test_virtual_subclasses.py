@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from seen_operators import Seen
 from torch.utils._pytree import tree_map
 
 from gpumem_magic.virtual import gpu
@@ -401,22 +401,12 @@ def test_a_parameter_made_on_the_default_device_can_be_swapped(other: str) -> No
     assert (kept.device.type, given.device.type) == (other, "cuda")
 
 
-class Noting(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.noted.append(func)
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_of_the_programs_notes_the_same_operators_as_on_the_host() -> None:
     noted = []
     for device in ("cpu", "cuda"):
         layer = torch.nn.Linear(4, 3, device=device)
         data = torch.ones(2, 4, device=device)
-        with Noting() as mode:
+        with Seen() as mode:
             layer(data).relu().sum().backward()
-        noted.append(mode.noted)
+        noted.append(mode.seen)
     assert noted[0] == noted[1]

@@ -296,9 +296,14 @@ def growth(scene: Scene) -> Iterator[Cause]:
             return
 
 
+def _steps(scene: Scene, iterations: Sequence[Iteration]) -> list[int]:
+    """How many bytes more are allocated after each iteration than before it."""
+    return [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
+
+
 def _recurs(scene: Scene, iterations: Sequence[Iteration], every: int) -> bool:
     """Whether the last iterations left the same as those so many before them, as random sizes do not."""
-    steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
+    steps = _steps(scene, iterations)
     pairs = list(zip(steps[-every:], steps[-2 * every : -every], strict=True)) if len(steps) >= 2 * every else []
     largest = max((abs(size) for pair in pairs for size in pair), default=0)
     return bool(pairs) and all(_NEAR * abs(one - other) <= largest for one, other in pairs)
@@ -314,7 +319,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     """What one loop's iterations leave behind. Without text where another cause says it."""
     if len(iterations) < _EQUAL_ITERATIONS + 1:
         return None
-    steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
+    steps = _steps(scene, iterations)
     # The first iteration brings gradients and optimizer states, which stay.
     last = steps[-_EQUAL_ITERATIONS:]
     if min(last) < LEAST or max(last) > 1.5 * min(last):

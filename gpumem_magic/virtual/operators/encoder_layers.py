@@ -8,6 +8,7 @@ queries, keys and values in one buffer, whose queries the context is written ove
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -165,21 +166,29 @@ def _masked_softmax(scores: Any, mask: Any, mask_type: int | None) -> Any:
 
 @special(_aten._transformer_encoder_layer_fwd.default)
 def _encoder_layer(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """Attention, the feed-forward net, and what is added in place to each."""
-    (source, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
-     norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias, *rest) = args  # fmt: skip
-    mask = rest[0] if rest else kwargs.get("mask")
-    mask_type = rest[1] if len(rest) > 1 else kwargs.get("mask_type")
+    _, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias = args[:7]
+    rest = dict(zip(("mask", "mask_type"), args[18:], strict=False))
+    mask, mask_type = (rest.get(name, kwargs.get(name)) for name in ("mask", "mask_type"))
+
+    def attend(y: Any) -> Any:
+        weights = qkv_weight, qkv_bias, proj_weight, proj_bias
+        return _attend(y, y, y, size, heads, *weights, mask, False, True, mask_type)[0]
+
+    return put_together(attend, *args[:18])
+
+
+def put_together(
+    attend: Callable[[Any], Any], source: Any, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any,
+    proj_bias: Any, use_gelu: bool, norm_first: bool, eps: float, norm1_weight: Any, norm1_bias: Any, norm2_weight: Any,
+    norm2_bias: Any, ff1_weight: Any, ff1_bias: Any, ff2_weight: Any, ff2_bias: Any,
+) -> Any:  # fmt: skip
+    """An encoder layer: attention, the feed-forward net, and what is added in place to each; of nested tensors, too."""
 
     def norm1(y: Any) -> Any:
         return F.layer_norm(y, (size,), norm1_weight, norm1_bias, eps)
 
     def norm2(y: Any) -> Any:
         return F.layer_norm(y, (size,), norm2_weight, norm2_bias, eps)
-
-    def attend(y: Any) -> Any:
-        weights = qkv_weight, qkv_bias, proj_weight, proj_bias
-        return _attend(y, y, y, size, heads, *weights, mask, False, True, mask_type)[0]
 
     def feed_forward(y: Any) -> Any:
         hidden = F.linear(y, ff1_weight, ff1_bias)

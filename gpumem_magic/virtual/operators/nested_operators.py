@@ -23,7 +23,8 @@ from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import nested_tensors
-from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, MATH, Chooser, fitting, order
+from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, MATH, Chooser, first_of, fitting
+from gpumem_magic.virtual.operators.encoder_layers import put_together
 from gpumem_magic.virtual.operators.nested_tensors import Laid, NestedOnDevice, contiguous
 
 _BY_ELEMENT = (
@@ -151,7 +152,9 @@ def _on_buffers(name: str) -> Callable[..., Any]:
 
 def _in_place(name: str) -> Callable[..., Any]:
     def rule(nested: NestedOnDevice, *args: Any, **kwargs: Any) -> Any:
-        getattr(nested.buffer, name)(*args, **kwargs)
+        # (`gelu_` is no method.)
+        act: Any = getattr(torch.Tensor, name, None) or getattr(_aten, name)
+        act(nested.buffer, *args, **kwargs)
         return nested
 
     return rule
@@ -465,17 +468,12 @@ def _layer_norm(
 
 
 @_rule("_transformer_encoder_layer_fwd")
-def _encoder_layer(
-    source: NestedOnDevice, size: int, heads: int, qkv_weight: Any, qkv_bias: Any, proj_weight: Any, proj_bias: Any,
-    use_gelu: bool, norm_first: bool, eps: float, norm1_weight: Any, norm1_bias: Any, norm2_weight: Any, norm2_bias: Any,
-    ff1_weight: Any, ff1_bias: Any, ff2_weight: Any, ff2_bias: Any, mask: Any = None, mask_type: int | None = None,
-) -> Any:  # fmt: skip
+def _encoder_layer(*args: Any) -> Any:
     """(`transformer_encoder_layer_forward`, ``transformer.cpp``, and `native_multi_head_attention_cuda`, ``attention.cu``; met by
     two recordings of an H100 with 2.11, event by event.)"""
-    if mask is not None or not _is_attended_at_once(source, heads):
-        weights = (qkv_weight, qkv_bias, proj_weight, proj_bias, use_gelu, norm_first, eps, norm1_weight, norm1_bias,
-                   norm2_weight, norm2_bias, ff1_weight, ff1_bias, ff2_weight, ff2_bias)  # fmt: skip
-        return _encoder_layer_of_padded(source, size, heads, *weights)
+    source, size, heads, qkv_weight, qkv_bias, proj_weight, proj_bias = args[:7]
+    if any(one is not None for one in args[18:19]) or not _is_attended_at_once(source, heads):
+        return _encoder_layer_of_padded(*args[:18])
 
     def attend(y: NestedOnDevice) -> Any:
         parts = _linear(y, qkv_weight, qkv_bias).chunk(3, -1)
@@ -485,26 +483,7 @@ def _encoder_layer(
         del context
         return projected
 
-    def feed_forward(y: NestedOnDevice) -> Any:
-        hidden = _linear(y, ff1_weight, ff1_bias)
-        _aten.gelu_.default(hidden.buffer) if use_gelu else hidden.buffer.relu_()
-        return _linear(hidden, ff2_weight, ff2_bias)
-
-    def added(one: NestedOnDevice, other: NestedOnDevice) -> NestedOnDevice:
-        one.buffer.add_(other.buffer)
-        return one
-
-    def norm1(y: NestedOnDevice) -> Any:
-        return _layer_norm(y, (size,), norm1_weight, norm1_bias, eps)
-
-    def norm2(y: NestedOnDevice) -> Any:
-        return _layer_norm(y, (size,), norm2_weight, norm2_bias, eps)
-
-    x = added(attend(norm1(source) if norm_first else source), source)
-    if norm_first:
-        return added(feed_forward(norm2(x)), x)
-    x = norm1(x)
-    return norm2(added(feed_forward(x), x))
+    return put_together(attend, *args[:18])
 
 
 def _is_attended_at_once(sequences: NestedOnDevice, heads: int) -> bool:
@@ -514,7 +493,7 @@ def _is_attended_at_once(sequences: NestedOnDevice, heads: int) -> bool:
     gpu: Chooser = _DEVICES.gpu_of(sequences.device.index)
     by_head: Any = sequences.view(len(sequences.sizes), -1, heads, sequences.sizes[0][1] // heads).transpose(1, 2)
     fits = _fitting([by_head] * 3, None, False, 0.0, False)
-    return next((one for one in order(gpu) if one in fits), MATH) != MATH
+    return bool(fits - {MATH}) and first_of(fits, gpu) != MATH
 
 
 def _encoder_layer_of_padded(source: NestedOnDevice, size: int, heads: int, *weights: Any) -> NestedOnDevice:
@@ -622,9 +601,7 @@ def _attention(
         nested_tensors.refuse("scaled_dot_product_attention with tensors of several batches or heads")
     follows = torch.is_grad_enabled() and any(one.buffer.requires_grad for one in nested)
     fits = _fitting(nested, attn_mask, is_causal, dropout_p, follows)
-    kernel = next((one for one in order(_DEVICES.gpu_of(query.device.index)) if one in fits), None)
-    if kernel is None:
-        raise RuntimeError("No available kernel. Aborting execution.")
+    kernel = first_of(fits, _DEVICES.gpu_of(query.device.index))
     if kernel == MATH:
         return _attention_by_products(query, key, value, attn_mask, dropout_p, is_causal, scale)
     queries, keys, values = (_transposed(one, 1, 2) for one in nested)
