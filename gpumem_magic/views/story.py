@@ -18,8 +18,8 @@ _MOST_NOTES = 3
 _MOST_GROUPS, _MOST_SHOWN = 5, 8
 # So many words are read at a glance; what follows a part of a sentence begins one of its own.
 _LEAD = 25
-_PARTS = re.compile(r"[;:] (?=[0-9x])| (?=\(largest)")
 _BRACKETS = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
+_PARTS = re.compile(r"[;:] (?=[0-9x])| (?=\(largest(?:[^()]|\([^()]*\))*\)$)")
 # A sentence that says where it failed; the next says why.
 _FAILED = re.compile(r"(Out of memory|\w+(Error|Exception|Interrupt)\b)[^.:]*$")
 # Of the others so many categories are named.
@@ -69,7 +69,12 @@ def lead_of(answer: str) -> tuple[str, str]:
     most = _LEAD + (len(bare[: sentences[0]].split()) if only_where else 0)
     short = [each for each in ends if len(bare[:each].split()) <= most]
     end = max(short, default=min(ends))
-    return f"{answer[:end].rstrip('.')}.", answer[end:].lstrip(".;: ")
+    rest = answer[end:].lstrip(".;: ")
+    inside = _BRACKETS.match(bare[end:].lstrip(".;: "))
+    if inside:
+        # A sentence of its own, it needs no brackets.
+        rest = f"{rest[1].upper()}{rest[2 : inside.end() - 1]}{rest[inside.end() :]}"
+    return f"{answer[:end].rstrip('.')}.", rest
 
 
 def tensor_heading(report: ReportData) -> str:
