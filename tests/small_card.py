@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 from causes_cells import Notebook, notebook
+from left_behind import note_others
 
 SMALL = "virtual:256MiB,context=0MiB,idle=0MiB"
 
@@ -19,3 +20,4 @@ def small_notebook() -> Iterator[Notebook]:
 def own_temporaries(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others run trials on this computer, too."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("own")))
+    note_others()

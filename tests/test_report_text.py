@@ -485,11 +485,11 @@ LEADS = [
         "Largest: 294 MiB, three (32, 256, 56, 56) float32 tensors of forward, from In [7]:13 train. Use less.",
     ),
     (
-        "Fragmentation: 2,522 MiB were cached and free (largest piece 1,599 MiB) and 166 MiB free on the device, and 2,372 MiB were "
-        "wanted in one piece. Use less.",
+        "Fragmentation: 2,522 MiB were cached and free (largest piece 1,599 MiB) and 166 MiB free on the device, and 2,372 MiB "
+        "were wanted in one piece. Use less.",
         "Fragmentation.",
-        "2,522 MiB were cached and free (largest piece 1,599 MiB) and 166 MiB free on the device, and 2,372 MiB were wanted in one "
-        "piece. Use less.",
+        "2,522 MiB were cached and free (largest piece 1,599 MiB) and 166 MiB free on the device, and 2,372 MiB were wanted "
+        "in one piece. Use less.",
     ),
     (
         "Of 9 MiB, 8 MiB are two tensors (largest: 5 MiB). Use less.",
