@@ -193,3 +193,37 @@ def test_pinned_memory_goes_with_its_tensors() -> None:
         assert not torch.empty(1000).is_pinned()
     gc.collect()
     assert not any(torch.empty(1000).is_pinned() for _ in range(50))
+
+
+def _host_stats(*names: str) -> list[int]:
+    stats = torch.cuda.host_memory_stats()
+    return [stats[name] for name in names]
+
+
+def test_pinned_memory_is_counted() -> None:
+    """The cache of pinned memory rounds up to powers of two, keeps what is given back, and gives it to the next of its size."""
+    assert torch.cuda.host_memory_stats() == {}, "CUDA is not in use yet"
+    kept = torch.zeros(1000).pin_memory()
+    assert torch.cuda.is_initialized()
+    passing = torch.empty(3, 5, dtype=torch.uint8, pin_memory=True)[1:]
+    names = ("active_requests.current", "active_bytes.current", "allocated_bytes.current", "num_host_alloc")
+    assert _host_stats(*names) == [2, 4096 + 16, 4096 + 16, 2]
+    del passing
+    assert _host_stats(*names) == [1, 4096, 4096 + 16, 2]
+    torch.empty(2, pin_memory=True), torch.empty(4, pin_memory=True)
+    assert _host_stats(*names) == [1, 4096, 4096 + 16 + 8, 3], "one of 8 bytes is new, that of 16 was there"
+    assert _host_stats("active_bytes.peak", "active_bytes.freed", "host_alloc_time.count") == [4096 + 24, 40, 3]
+    torch.cuda.reset_peak_host_memory_stats()
+    torch.cuda.reset_accumulated_host_memory_stats()
+    assert _host_stats("active_bytes.peak", "active_bytes.freed", "num_host_alloc") == [4096, 0, 0]
+    torch._C._host_emptyCache()
+    assert _host_stats("allocations.current", "allocated_bytes.current", "num_host_free") == [1, 4096, 2]
+    assert torch.cuda.memory.host_memory_stats_as_nested_dict()["active_requests"]["current"] == 1
+    assert kept.is_pinned()
+
+
+def test_pinned_memory_of_a_loader_is_used_again() -> None:
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(40, 100)), 4, pin_memory=True)
+    assert sum(batch.to("cuda", non_blocking=True).shape[0] for (batch,) in loader) == 40
+    assert _host_stats("active_requests.allocated")[0] == 10
+    assert _host_stats("num_host_alloc")[0] < 10

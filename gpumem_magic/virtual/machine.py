@@ -50,6 +50,7 @@ from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
+from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.real import RealEngine
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.operators import (
@@ -104,6 +105,7 @@ class VirtualMachine:
         else:
             bounds = values.AUTO if spec.values == "auto" else values.FEW
             self.engine = KnownEngine(self, len(self._devices), bounds)
+        self.pinned = Pinned()
         self.face = CudaFace(self)
         self.workspaces = workspaces.Workspaces(
             self._devices, self.malloc, self.face.stream_of, self.free, self.take_beside
@@ -117,7 +119,7 @@ class VirtualMachine:
         self.nvml = VirtualNvml(self._devices)
         self._patches = Patches()
         self._autocast = AutocastKernels(self.torch_version)
-        self._factories = Factories(self.engine, self.face.current_device)
+        self._factories = Factories(self.engine, self.face.current_device, self.pinned)
         self._captured = Captured(self._factories)
         self.compiler = Compiler(self, self._factories, self.face.current_device)
         self._libraries = libraries(self.compiler.tracers)

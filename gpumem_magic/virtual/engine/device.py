@@ -20,6 +20,7 @@ from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.pinned import Pinned
 
 # Devices' addresses must not overlap; a terabyte each is more than any has.
 _ADDRESS_STEP = 1 << 40
@@ -261,6 +262,7 @@ class MachineForTorch(Protocol):
     """What PyTorch's face asks of all devices together."""
 
     engine: Engine
+    pinned: Pinned
     process: int
 
     @property

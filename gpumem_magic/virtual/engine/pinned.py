@@ -3,18 +3,23 @@ on a card, where what is written to it does not reach the original."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.host_blocks import HostBlocks
 
 
 class Pinned:
     """Which storages of the host count as pinned. They are not kept: weak references hold an address, and no data."""
 
     def __init__(self) -> None:
+        self.blocks = HostBlocks()
+        self.used = False
+        """Whether anything was pinned yet, which brings CUDA into use."""
         self._storages: set[StorageWeakRef] = set()
         self._enough = 64
 
@@ -26,11 +31,13 @@ class Pinned:
         patches.set(storage, "is_pinned", lambda its, device="cuda": self.has(its))
 
     def note(self, storage: torch.UntypedStorage) -> None:
-        """From now on a storage counts as pinned."""
+        """From now on a storage counts as pinned, and has a block of pinned memory as long as it is there."""
         if len(self._storages) >= self._enough:
             self._storages = {reference for reference in self._storages if not reference.expired()}
             self._enough = max(64, 2 * len(self._storages))
+        self.used = True
         self._storages.add(StorageWeakRef(storage))
+        weakref.finalize(storage, self.blocks.give_back, self.blocks.take(storage.nbytes())).atexit = False
 
     def has(self, storage: torch.UntypedStorage) -> bool:
         return bool(self._storages) and StorageWeakRef(storage) in self._storages

@@ -194,10 +194,10 @@ def _cuda(
 class Factories:
     """The replaced functions, for one engine. `current_device` gives the index that a bare "cuda" means."""
 
-    def __init__(self, engine: Engine, current_device: Callable[[], int]) -> None:
+    def __init__(self, engine: Engine, current_device: Callable[[], int], pinned: Pinned) -> None:
         self._engine = engine
         self._current_device = current_device
-        self._pinned = Pinned()
+        self._pinned = pinned
         # Whether fake tensors of somebody else's may be on our devices: a compiler traces a program.
         self.traces = False
         # Size, stride and type of what a factory gave for numbers.

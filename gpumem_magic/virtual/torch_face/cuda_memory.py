@@ -34,16 +34,25 @@ class CudaMemory:
             "reset_accumulated_memory_stats", "memory_stats", "memory_stats_as_nested_dict", "empty_cache", "mem_get_info",
             "memory_snapshot", "_snapshot", "_dump_snapshot", "_record_memory_history", "set_per_process_memory_fraction",
             "get_per_process_memory_fraction", "caching_allocator_alloc", "caching_allocator_delete", "get_allocator_backend",
-            "list_gpu_processes", "device_memory_used", "host_memory_stats", "reset_peak_host_memory_stats",
-            "reset_accumulated_host_memory_stats",
+            "list_gpu_processes", "device_memory_used",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
+
+    def host_functions(self) -> dict[str, Callable[..., Any]]:
+        """What `torch.cuda.host_memory_stats` and its neighbours ask of `torch._C`: pinned host memory."""
+        blocks = self._machine.pinned.blocks
+        return {
+            "_cuda_hostMemoryStats": blocks.statistics,
+            "_cuda_resetPeakHostMemoryStats": blocks.reset_peak,
+            "_cuda_resetAccumulatedHostMemoryStats": blocks.reset_accumulated,
+            "_host_emptyCache": blocks.empty_cache,
+        }
 
     def accelerator_functions(self) -> dict[str, Callable[..., Any]]:
         """The same for `torch.accelerator`."""
         return {
             "empty_cache": self.empty_cache,
-            "empty_host_cache": lambda: None,  # pinned memory is plain memory here, and none is kept
+            "empty_host_cache": self._machine.pinned.blocks.empty_cache,
             "memory_stats": self.memory_stats,
             "memory_allocated": self.memory_allocated,
             "memory_reserved": self.memory_reserved,
@@ -113,15 +122,6 @@ class CudaMemory:
         if not used:
             return f"{line}\nno processes are running"
         return f"{line}\nprocess {self._machine.process:>10d} uses {used / 2**20:>12.3f} MB GPU memory"
-
-    def host_memory_stats(self) -> collections.OrderedDict[str, int]:
-        """Pinned host memory: there is none."""
-        return collections.OrderedDict()
-
-    def reset_peak_host_memory_stats(self) -> None:
-        """Pinned host memory: there is none."""
-
-    reset_accumulated_host_memory_stats = reset_peak_host_memory_stats
 
     # ---- changing it
 

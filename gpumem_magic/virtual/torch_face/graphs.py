@@ -71,7 +71,6 @@ def install(patches: Patches, machine: MachineForTorch, stream_of: Callable[[int
             patches.set(home, "Graph", accelerators)
     # The stream that PyTorch makes for captures, and keeps, would be one of ours.
     patches.set(torch.cuda.graphs.graph, "default_capture_stream", None, always=True)
-    patches.set(torch._C, "_host_emptyCache", lambda: None)
     for owner in (torch.cuda, torch.cuda.memory):
         if hasattr(owner, "MemPool"):
             patches.set(owner, "MemPool", MemPool)

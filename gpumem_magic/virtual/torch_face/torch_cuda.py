@@ -53,9 +53,11 @@ class CudaFace:
         CURRENT.changes.clear()
         for name, method in inspect.getmembers(self, inspect.ismethod):
             if name not in ("install", "stream_of") and not name.startswith("__"):
-                _replace(patches, (torch.cuda, torch.cuda.random), name, method)
+                _replace(patches, (torch.cuda, torch.cuda.random, torch.cuda.memory), name, method)
         for name, member in self.memory.functions().items():
             _replace(patches, (torch.cuda, torch.cuda.memory), name, member)
+        for name, member in self.memory.host_functions().items():
+            patches.set(torch._C, name, member)
         for name, kind in {
             "Stream": streams.Stream, "ExternalStream": streams.ExternalStream, "Event": streams.Event,
             "StreamContext": streams.StreamContext, "device": streams.DeviceContext, "device_of": streams.DeviceOf,
@@ -112,8 +114,8 @@ class CudaFace:
         return True
 
     def is_initialized(self) -> bool:
-        """As PyTorch has it: after the first tensor, and after what asks the driver about a device."""
-        used = self._initialised or any(gpu.in_use for gpu in self._machine.devices)
+        """As PyTorch has it: after the first tensor, pinned ones too, and after what asks the driver about a device."""
+        used = self._initialised or any(gpu.in_use for gpu in self._machine.devices) or self._machine.pinned.used
         return used and not self._is_in_bad_fork()
 
     def _lazy_init(self) -> None:
