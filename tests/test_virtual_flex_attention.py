@@ -143,6 +143,22 @@ def test_on_the_host_pytorchs_own_runs() -> None:
     assert torch.allclose(flex.flex_attention(x, x, x), expected, atol=1e-5)
 
 
+def test_compiled_its_numbers_are_the_hosts_where_values_are_real() -> None:
+    gpu.turn_on("A100-40GB,values=real")
+    torch.manual_seed(0)
+    on_host = [torch.randn(1, 2, 128, 16, requires_grad=True) for _ in range(3)]
+    on_device = [one.detach().cuda().requires_grad_() for one in on_host]
+    expected = torch.nn.functional.scaled_dot_product_attention(*on_host, is_causal=True)
+    mask = flex.create_block_mask(causal, None, None, 128, 128, device="cuda")
+    out = torch.compile(flex.flex_attention)(*on_device, block_mask=mask)
+    torch.testing.assert_close(out.cpu(), expected, rtol=1e-4, atol=1e-5)
+    expected.sum().backward()
+    out.sum().backward()
+    for ours, its in zip(on_device, on_host, strict=True):
+        assert ours.grad is not None
+        torch.testing.assert_close(ours.grad.cpu(), its.grad, rtol=1e-4, atol=1e-5)
+
+
 def capped(score: Any, *_: Any) -> Any:
     return torch.tanh(score / 20) * 20
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import sys
 import warnings
@@ -24,6 +25,7 @@ from gpumem_magic.virtual.operators.factories import Factories
 _TRACERS = "torch.export._trace", "torch._functorch.aot_autograd"
 # And `make_fx`, which other parts of PyTorch import.
 _MAKE_FX = "torch.fx.experimental.proxy_tensor"
+_INDUCTOR = "torch._inductor.compile_fx"
 # What PyTorch itself compiles as a whole in a `flex_attention` that nobody compiled: `libraries.flex` has a rule for it.
 _OWN_STEP = "_flex_attention_hop_wrapper"
 
@@ -60,11 +62,7 @@ class Compiler:
         call = torch._TorchCompileInductorWrapper.__call__
 
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-            if "inductor" not in self._ready:
-                self._ready.add("inductor")
-                parts = self._otherwise, self._trials, self._padding, self._tuning, self._whose
-                patches.attempt(inductor.install, self._machine, self._current_device, *parts)
-                patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
+            self._ready_to_compile(patches)
             return inductor.compile_with(call, self._otherwise, self._whose, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
@@ -73,19 +71,21 @@ class Compiler:
             self._prepare(patches)
         for name in _TRACERS:
             if (module := sys.modules.get(name)) is not None:
-                self._ready_to_trace(module, patches)
+                self._ready_for_tracer(module, patches)
 
     @property
     def tracers(self) -> dict[str, Callable[[ModuleType, Patches], None]]:
         """Modules, and what makes the compiler ready for them when they are loaded."""
-        return {**dict.fromkeys(_TRACERS, self._ready_to_trace), _MAKE_FX: self._ready_for_make_fx}
+        tracers = dict.fromkeys(_TRACERS, self._ready_for_tracer)
+        return {**tracers, _MAKE_FX: self._ready_for_make_fx, _INDUCTOR: self._ready_for_inductor}
 
     def _prepare(self, patches: Patches) -> None:
         if "dynamo" in self._ready:
             return
         self._ready.add("dynamo")
         if self._engine.computes or any(private.lacking(private.place_of(step.install)) for step in (tracing, dynamo)):
-            patches.attempt(run_eagerly, self._count)
+            traced = self._ready_to_trace if self._engine.computes else None
+            patches.attempt(run_eagerly, self._count, traced and functools.partial(traced, patches))
             return
         self._trace(patches)
         patches.attempt(dynamo.name_loops_that_break, self._otherwise)
@@ -100,8 +100,32 @@ class Compiler:
             tracing.install(patches)
             dynamo.install(patches, self._factories)
 
-    def _ready_to_trace(self, module: ModuleType, patches: Patches) -> None:
+    def _ready_to_compile(self, patches: Patches) -> None:
+        if "inductor" not in self._ready:
+            self._ready.add("inductor")
+            parts = self._otherwise, self._trials, self._padding, self._tuning, self._whose
+            patches.attempt(inductor.install, self._machine, self._current_device, *parts)
+            patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
+
+    def _ready_for_inductor(self, module: Any, patches: Patches) -> None:
+        """Backends of the program's own call Inductor's function themselves."""
+        compile_ = module.compile_fx
+
+        def compile_fx(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, torch.Tensor) and one.device.type == "cuda" for one in inputs):
+                if self._engine.computes:
+                    self._count()
+                    return model.forward
+                self._ready_to_compile(patches)
+            return compile_(model, inputs, *args, **kwargs)
+
+        patches.set(module, "compile_fx", compile_fx)
+
+    def _ready_for_tracer(self, module: ModuleType, patches: Patches) -> None:
         """These trace as `torch.compile` does, and what they make runs operator by operator: also where values are computed."""
+        self._ready_to_trace(patches)
+
+    def _ready_to_trace(self, patches: Patches) -> None:
         if not self._is_installed:
             # It was imported before the device was turned on, and what the compiler looks at is not all in its place yet.
             return
@@ -113,7 +137,7 @@ class Compiler:
         trace = module._MakefxTracer.trace
 
         def trace_when_ready(tracer: Any, *args: Any) -> Any:
-            self._ready_to_trace(module, patches)
+            self._ready_to_trace(patches)
             return trace(tracer, *args)
 
         patches.set(module._MakefxTracer, "trace", trace_when_ready)
@@ -159,10 +183,11 @@ class Compiler:
         return found
 
 
-def run_eagerly(patches: Patches, count: Callable[[], None]) -> None:
+def run_eagerly(patches: Patches, count: Callable[[], None], make_ready: Callable[[], None] | None) -> None:
     """The state that `torch.compiler.set_stance("force_eager")` sets, until the patches are undone; and `count` is called
     before each call that it concerns, where `_callback_from_stance` is asked. That is asked for `torch.export` with strict=True,
-    too, before 2.10: it traces and compiles nothing."""
+    too, before 2.10: it traces and compiles nothing. Nor does a backend of the program's own, which gets its graphs after
+    `make_ready`, where that is given."""
     frames = importlib.import_module("torch._dynamo.eval_frame")
     patches.set(frames, "_stance", dataclasses.replace(frames._stance, stance="force_eager"))
     original = getattr(frames, "_callback_from_stance", None)
@@ -174,7 +199,26 @@ def run_eagerly(patches: Patches, count: Callable[[], None]) -> None:
         if getattr(callback, "_export", False):
             return callback
         if callback not in (None, False):
+            if make_ready is not None and not _is_pytorchs(callback):
+                make_ready()
+                return callback
             count()
         return original(callback)
 
     patches.set(frames, "_callback_from_stance", callback_from_stance)
+
+
+def _is_pytorchs(callback: Any) -> bool:
+    """Whether what makes something of Dynamo's graphs is one of PyTorch's backends, such as Inductor, and not a function that
+    wants to see them (`torch._dynamo.explain`, ``torch.compile(backend=mine)``)."""
+    backend: Any = callback
+    while inner := getattr(backend, "_torchdynamo_orig_backend", None) or getattr(
+        backend, "_torchdynamo_orig_callable", None
+    ):
+        backend = inner
+    if isinstance(backend, torch._TorchCompileWrapper):
+        backend = backend.compiler_fn
+    known = importlib.import_module("torch._dynamo.backends.registry")._COMPILER_FNS.values()
+    return isinstance(backend, torch._TorchCompileInductorWrapper) or any(
+        backend is one and one.__module__.startswith("torch.") for one in known
+    )

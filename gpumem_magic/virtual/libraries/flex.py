@@ -1,9 +1,10 @@
 """PyTorch's `flex_attention` on a virtual device.
 
 Compiled, PyTorch's own compiler makes it. Here is what runs where nothing compiles it: PyTorch writes the scores out then. Where
-the program compiled the code around and the compiler did not take it (`values=real`, a graph that runs operator by operator), it
+the program compiled the code around and the compiler did not take it (a graph that runs operator by operator), it
 is the kernel that the compiler would have made: it keeps its result and a float32 sum for each row of scores, and its backward
-pass adds another such row. After `torch/_inductor/kernel/flex` and `torch/_higher_order_ops/flex_attention.py`.
+pass adds another such row. A device that computes writes the scores out there, too, as compiled code runs eagerly on it. After
+`torch/_inductor/kernel/flex` and `torch/_higher_order_ops/flex_attention.py`.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ def prepare(module: ModuleType, patches: Patches) -> None:
     def attend(operator: Any, query: Any, key: Any, value: Any, *more: Any) -> Any:
         if not isinstance(query, VirtualTensor):
             return original(operator, query, key, value, *more)
-        if _compiled():
-            if engine_of(query).computes:
-                engine_of(query).unknown.add("flex_attention")
+        if not engine_of(query).computes and _compiled():
             return _Kernel.apply(query, key, value, more[_OPTIONS])  # type: ignore[no-untyped-call]
         below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
         return (operators.sdpa_dense if below else operators.flex_attention_autograd)(query, key, value, *more)

@@ -45,9 +45,9 @@ def replace_function(patches: Patches, module: ModuleType, name: str, rule: Call
 
 
 class Libraries:
-    """The libraries by their module's name, each with the function that prepares it. A finder of `sys.meta_path`."""
+    """The libraries by their module's name, each with the functions that prepare it. A finder of `sys.meta_path`."""
 
-    def __init__(self, prepare: dict[str, Prepare]) -> None:
+    def __init__(self, prepare: dict[str, list[Prepare]]) -> None:
         self._prepare = prepare
         self._patches: Patches | None = None
 
@@ -90,7 +90,8 @@ class Libraries:
         if self._patches is None:
             return
         try:
-            self._prepare[name](module, self._patches)
+            for prepare in self._prepare[name]:
+                prepare(module, self._patches)
         except Exception as error:  # a version that we do not know must not stop the program
             swallowed(error)
             warnings.warn(f"gpumem_magic has no rules for this version of {name}: {error}", stacklevel=2)

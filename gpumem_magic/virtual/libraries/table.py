@@ -47,4 +47,4 @@ _PREPARE: dict[str, Prepare] = {
 
 def libraries(more: dict[str, Prepare]) -> Libraries:
     """To be installed with a virtual machine, and removed with it. more: what is prepared by the machine's own parts."""
-    return Libraries({**_PREPARE, **more})
+    return Libraries({name: [one[name] for one in (_PREPARE, more) if name in one] for name in {**_PREPARE, **more}})
