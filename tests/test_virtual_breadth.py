@@ -23,6 +23,7 @@ from gpumem_magic.virtual import gpu
 
 KIB = 1 << 10
 MIB = 1 << 20
+WORKSPACE = 8519680
 
 
 @pytest.fixture(autouse=True)
@@ -550,6 +551,33 @@ def test_distributed_data_parallel_with_one_process(view: bool) -> None:
         grown = torch.cuda.max_memory_allocated() - before
         # A bucket in 16 bits while it is sent, beside all gradients, or beside the one that goes into its bucket.
         assert weights * (1 if view else 1.5) <= grown < weights * (1 if view else 1.5) + 64 * KIB
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_callbacks_of_what_nccl_sends_multiply_on_streams_of_their_own() -> None:
+    """As the H100 of `ddp_hooks_and_views` has it: a workspace of cuBLAS for each of PowerSGD's callbacks that multiplies."""
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        x, main, told = rand(256, 256), torch.cuda.current_stream(), []
+
+        def multiply(done: torch.futures.Future[Any]) -> Any:
+            told.append(torch.cuda.current_stream())
+            return done.value() if len(told) > 1 else [done.value()[0] @ x]
+
+        x @ x
+        before = allocated()
+        future = torch.distributed.all_reduce(x, async_op=True).get_future()  # type: ignore[union-attr]
+        last = future.then(multiply).then(multiply)
+        assert allocated() - before == x.nbytes + WORKSPACE
+        assert len({main, *told}) == 3
+        assert torch.cuda.current_stream() == main
+        assert last.wait()[0].shape == x.shape
+        broken = future.then(lambda done: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            broken.wait()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import gpumem_magic
+from gpumem_magic.units import round_up
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators import recurrent
 
@@ -127,6 +129,20 @@ def test_weights_in_bfloat16_are_gathered_for_each_call() -> None:
     assert len({one.untyped_storage().data_ptr() for one in layer.parameters()}) == 4
     with torch.no_grad():
         assert (4 * 32 * (16 + 32) + 8 * 32) * 2 in made(lambda: layer(x))
+
+
+@pytest.mark.parametrize(
+    ("layer", "width", "numbers"), [(partial(nn.RNN, 64, 64, 3), 64, 66_304), (partial(nn.GRU, 8, 8, 1), 8, 864)]
+)
+def test_the_buffer_has_room_for_biases_that_a_layer_does_without(layer: Any, width: int, numbers: int) -> None:
+    """As an H100 took it for two layers of `sweeps_4` in both directions, in bfloat16 (132,608 and 1,728 bytes)."""
+    options = {"bias": False, "bidirectional": True, "device": "cuda"}
+    halves = layer(**options, dtype=torch.bfloat16)
+    assert 2 * numbers in made(lambda: halves(torch.randn(4, 1, width, device="cuda", dtype=torch.bfloat16)))
+    before = allocated()
+    kept = layer(**options)
+    assert allocated() - before == round_up(4 * numbers, 512)
+    del kept
 
 
 def test_each_of_two_gradients_lays_out_the_input_for_itself() -> None:

@@ -332,6 +332,14 @@ def test_streams_keep_their_places() -> None:
     assert len({stream, stream, other}) == 2
 
 
+def test_a_pool_has_32_streams_of_each_priority() -> None:
+    streams = [torch.cuda.Stream() for _ in range(33)]
+    assert len({*streams}) == 32
+    assert streams[0] == streams[32]
+    assert torch.cuda.Stream(priority=-1) not in streams
+    assert torch.cuda.default_stream() not in streams
+
+
 def test_memory_belongs_to_the_stream_that_took_it() -> None:
     side = torch.cuda.Stream()
     first = zeros(3)

@@ -1,9 +1,9 @@
 """Runs cases and writes what each asked the allocator for, a line each: python running.py OUT < JSON.
 
 JSON: {"cases": [[name, setup, expression], ...], "virtual": SPEC or null}, or "samples": FILE, "of": WHAT in place of the cases
-(see samples.py); "part": [3, 5] runs every fifth, from the third on. They run in one forked child until one crashes, leaves the
-device with an error or takes too long, and in another from the next on. It runs in either environment, and so needs nothing but
-PyTorch.
+(see samples.py); "names": [NAME, ...] runs only those, and "part": [3, 5] every fifth, from the third on. They run in one forked
+child until one crashes, leaves the device with an error or takes too long, and in another from the next on. It runs in either
+environment, and so needs nothing but PyTorch.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def main(out: str) -> None:
         sys.exit(nothing)
     first, step = asked.get("part", (0, 1))
     if "samples" in asked:
-        every = by_name(pickle.loads(Path(asked["samples"]).read_bytes()))[first::step]
+        every = wanted(asked, by_name(pickle.loads(Path(asked["samples"]).read_bytes())))[first::step]
         found = until_all_are_done(lambda first: run_samples(begin, asked["of"], every[first:]), len(every))
     else:
-        every = [(name, code) for name, *code in asked["cases"]][first::step]
+        every = wanted(asked, [(name, code) for name, *code in asked["cases"]])[first::step]
         found = until_all_are_done(lambda first: run(begin, [code for _, code in every[first:]]), len(every))
     # (Appended in one piece: several processes may write the file.)
     file = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -61,6 +61,14 @@ def main(out: str) -> None:
             [(f"{name} {way}", of_ways[way]) for way in of_ways] if "samples" in asked else [(name, answer)]
         ):
             os.write(file, f"{json.dumps([one, events])}\n".encode())
+
+
+def wanted(asked: dict[str, Any], every: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Those that are asked for by name; a sample also by that of one of its ways."""
+    if "names" not in asked:
+        return every
+    names = {part for name in asked["names"] for part in (name, name.rpartition(" ")[0])}
+    return [one for one in every if one[0] in names]
 
 
 def by_name(groups: list[samples.Group]) -> list[tuple[str, Any]]:

@@ -127,16 +127,16 @@ def waiting(original: Any, waited: Callable[[int], None]) -> Any:
     return wait
 
 
-def with_results(original: Any) -> Any:
-    """In place of the method that makes a handle's future: as NCCL's, it has the tensors that were written."""
+def with_results(original: Any, future: Callable[[int, Any], Any]) -> Any:
+    """In place of the method that makes a handle's future: as NCCL's, it has the tensors that were written. future: makes one of
+    a device's number and a result."""
 
     def get_future(work: Any) -> Any:
-        found = [reference() for reference in _RESULTS.get(work.seq_id, ())]
-        if not found or any(tensor is None for tensor in found):
+        held = [reference() for reference in _RESULTS.get(work.seq_id, ())]
+        found = [tensor for tensor in held if tensor is not None]
+        if not found or len(found) < len(held):
             return original(work)
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        done.set_result(found)
-        return done
+        return future(found[0].get_device(), found)
 
     return get_future
 

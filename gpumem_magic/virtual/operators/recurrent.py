@@ -10,7 +10,8 @@ Before, a published pair of measurements (PyTorch issue 2895: 4 layers of 320 un
 byte for the reserve of an LSTM and a GRU; the workspace is put together from the weights once more and a few states for each
 layer, and meets the same two to the byte if the batch there was 100. Dropout between layers is not counted there.
 
-The weights lie in one buffer, as `flatten_parameters` puts them: all matrices, layer by layer, then all biases.
+The weights lie in one buffer, as `flatten_parameters` puts them: all matrices, layer by layer, then all biases, for which there
+is room in layers without them, too.
 """
 
 from __future__ import annotations
@@ -147,12 +148,23 @@ class _CastFlat(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.dtypes = [one.dtype for one in weights]
-        buffer = torch.empty(sum(one.numel() for one in weights), dtype=dtype, device=weights[0].device)
+        buffer = torch.empty(_numbers(weights), dtype=dtype, device=weights[0].device)
         return tuple(view.copy_(one) for view, one in zip(_views(buffer, weights), weights, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return None, *(one.to(dtype) for one, dtype in zip(gradients, ctx.dtypes, strict=True))
+
+
+def _numbers(weights: Sequence[torch.Tensor]) -> int:
+    """How many the buffer has. PyTorch asks cuDNN for two biases in each layer, whether they are used or not
+    (`CUDNN_RNN_DOUBLE_BIAS`): all 18 layers without them that were recorded and laid out anew have room for them (H100, 2.11)."""
+    held = sum(one.numel() for one in weights)
+    if any(one.dim() == 1 for one in weights):
+        return held
+    # (All but those of projections, which have fewer rows.)
+    rows = weights[0].shape[0]
+    return held + sum(rows for one in weights if one.shape[0] == rows)
 
 
 def _views(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -170,7 +182,7 @@ def _views(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.
 def _flat_buffer(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The buffer that holds all weights and nothing else, if they lie in one."""
     storage = weights[0].untyped_storage()
-    total = sum(one.numel() for one in weights)
+    total = _numbers(weights)
     if storage.nbytes() != total * weights[0].element_size():
         return None
     if any(one.untyped_storage()._cdata != storage._cdata for one in weights):
@@ -305,7 +317,7 @@ def _flatten(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     """Puts the weights into one buffer, and makes them views of it."""
     weights = args[0]
     with pushed(engine.mode):
-        buffer = torch.zeros(sum(one.numel() for one in weights), dtype=weights[0].dtype, device=weights[0].device)
+        buffer = torch.zeros(_numbers(weights), dtype=weights[0].dtype, device=weights[0].device)
         for view, one in zip(_views(buffer, weights), weights, strict=True):
             view.copy_(one)
             one.set_(view)
@@ -344,7 +356,7 @@ def _forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         hy = torch.empty_like(hx, memory_format=torch.contiguous_format)
         cy = hx.new_empty(0) if cx is None else torch.empty_like(cx, memory_format=torch.contiguous_format)
         if buffer is None:
-            buffer = x.new_empty(sum(one.numel() for one in weights))
+            buffer = x.new_empty(_numbers(weights))
     with (
         origin("recurrent_scratch"),
         engine.scratch(device, sizes.workspace(version)),

@@ -20,7 +20,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import collectives
-from gpumem_magic.virtual.torch_face import data_parallel
+from gpumem_magic.virtual.torch_face import data_parallel, futures
 from gpumem_magic.virtual.torch_face.nccl_names import AskedForNccl
 
 # What a program is told that asks for the version (PyTorch's own checkpoints do): that of PyTorch 2.9's CUDA builds.
@@ -171,7 +171,7 @@ def _handles(patches: Patches, engine: Engine) -> None:
         engine.memory.communication.together = False
         return collectives.finished()
 
-    patches.set(work, "get_future", collectives.with_results(work.get_future))
+    patches.set(work, "get_future", collectives.with_results(work.get_future, futures.finished))
     patches.set(work, "wait", collectives.waiting(work.wait, engine.memory.communication.waited))
     patches.set(group, "_start_coalescing", _start_coalescing)
     patches.set(group, "_end_coalescing", _end_coalescing)

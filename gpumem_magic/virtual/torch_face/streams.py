@@ -6,10 +6,10 @@ its hooks enter another. Nodes are numbered in their order, so that it is enough
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from bisect import bisect_right
+from collections import Counter
 from typing import Any
 
 import torch
@@ -21,7 +21,11 @@ from gpumem_magic.virtual.engine.waiting import CAPTURING, refuse_waiting
 
 # So many changes of streams are remembered for each device: graphs are not older.
 _MOST = 10_000
-_stream_ids = itertools.count(1)
+# So many streams of each priority has a device; a program that makes more gets the first ones again (`kStreamsPerPool` in
+# ``CUDAStream.cpp``).
+_POOL = 32
+# By device and priority how many were given out.
+_given: Counter[tuple[int, int]] = Counter()
 
 
 class StreamState(threading.local):
@@ -81,6 +85,14 @@ def device_index(device: Any) -> int:
     return CURRENT.device if device.index is None else int(device.index)
 
 
+def _from_pool(device: int, priority: int) -> int:
+    """The number of the next stream of such a priority, from 1 on; 0 is the device's first stream."""
+    level = min(max(0, -priority), -Stream.priority_range()[1])
+    taken = _given[device, level]
+    _given[device, level] += 1
+    return 1 + _POOL * level + taken % _POOL
+
+
 def begin_pool(device: int) -> None:
     """The first stream that a program makes comes with all of PyTorch's pool. What takes its place knows what they take."""
 
@@ -95,7 +107,7 @@ class Stream:
             begin_pool(self.device_index)
         self.device_type = 1
         self.priority = priority
-        self.cuda_stream = kwargs.get("_id", next(_stream_ids))
+        self.cuda_stream = kwargs["_id"] if "_id" in kwargs else _from_pool(self.device_index, priority)
         self.stream_id = self.cuda_stream
         self._outer: list[Stream] = []
 
