@@ -198,6 +198,7 @@ def test_a_search_wants_plain_tensors_of_one_type() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sequence(lambda: torch.searchsorted(columns, others)) == "+80 +800 -1"
+        assert sequence(lambda: torch.bucketize(columns, row)) == "+1600 +800 -1"
 
 
 def test_a_number_is_filled_in_where_the_mask_is_on_the_device_and_the_number_is_not() -> None:

@@ -277,6 +277,28 @@ def test_a_batch_norm_whose_channels_lie_last_has_cudnns_room(
     assert found.is_contiguous()
 
 
+def test_images_of_one_point_lie_as_their_strides_say() -> None:
+    """What an H100 was asked for, with 2.11, of a batch norm behind a pool with the channels last (`bn_last_few`, `sweeps_4`)."""
+    gpu.turn_off()
+    gpu.turn_on("H100,torch=2.11")
+    norm = torch.nn.BatchNorm2d(256, device="cuda")
+    plain = torch.zeros(16, 256, 1, 1, device="cuda")
+    assert made(lambda: norm(plain)) == [16384, 1024, 1024]
+    x = torch.zeros(16, 1, 1, 256, device="cuda").permute(0, 3, 1, 2).requires_grad_()
+    assert made(lambda: norm(x)) == [16384, 1024, 1024, 3152]
+    out, gradient = norm(x), torch.zeros_like(x)
+    assert made(lambda: torch.autograd.grad(out, (x, *norm.parameters()), gradient)) == [16384, 1024, 1024, 3120]
+
+
+def test_an_adaptive_pool_works_on_plain_tensors_and_gives_them_the_images_order() -> None:
+    """What an H100 was asked for, with 2.11 (`apool`, `sweeps_4`)."""
+    x = torch.zeros(1, 3, 8, 8, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
+    assert made(lambda: F.adaptive_max_pool2d(x, 8)) == [768, 1536, 768, 1536, 768]
+    out = F.adaptive_max_pool2d(x, 8)
+    gradient = torch.zeros_like(out)
+    assert made(lambda: torch.autograd.grad(out, x, gradient)) == [768, 768, 1536, 768]
+
+
 def test_a_group_norm_of_single_values_adds_up_by_channel_too() -> None:
     x = torch.zeros(4, 32, device="cuda", requires_grad=True)
     weight = torch.ones(32, device="cuda", requires_grad=True)

@@ -60,9 +60,7 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
                 "reflection_pad3d_backward replication_pad2d replication_pad3d cummax cummin _softmax _log_softmax"
             ),
             *overloads("max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward"),
-            *overloads(
-                "adaptive_max_pool2d adaptive_max_pool3d adaptive_max_pool2d_backward adaptive_max_pool3d_backward"
-            ),
+            *overloads("adaptive_max_pool3d adaptive_max_pool3d_backward"),
             *overloads(
                 "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
             ),
@@ -74,6 +72,8 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
     _aten.nll_loss_backward.default: (2, 1, 0),
     _aten._log_softmax_backward_data.default: (0, 1),
 }
+# The same, after results and gradients that do not lie in one piece.
+_PLAIN_ALL_ROUND = overloads("adaptive_max_pool2d adaptive_max_pool2d_backward")
 # The same, but in the order of the channels that another argument has, or this one itself.
 _LAID_OUT_LIKE: dict[Any, int] = {
     **dict.fromkeys(overloads("max_pool2d_with_indices avg_pool2d upsample_bilinear2d_backward"), 0),
@@ -137,10 +137,10 @@ def _of_a_loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, out:
     return copies_of(*args[2:3]) if args[4] else []
 
 
-@special(_aten.searchsorted.Tensor, table=BESIDE)
+@special(_aten.searchsorted.Tensor, _aten.bucketize.Tensor, table=BESIDE)
 def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Plain tensors of one type on both sides (`searchsorted_maybe_trim_input_tensors` in ``BucketizationUtils.h``)."""
-    boundaries, wanted = args[:2]
+    boundaries, wanted = args[:2] if func is _aten.searchsorted.Tensor else args[1::-1]
     both = torch.result_type(boundaries, wanted)
     copied = copies_of(wanted, boundaries)
     return copied + [one.numel() * both.itemsize for one in (wanted, boundaries) if one.dtype != both]
@@ -206,6 +206,16 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return copies_of(*(args[place] for place in _LAID_OUT_AFTER[func]))
+
+
+@special(*_PLAIN_ALL_ROUND, table=BESIDE)
+def _plain_all_round(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """``AdaptiveMaxPooling2d.cu`` works on plain tensors alone, and copies its results back."""
+    results = out if isinstance(out, (tuple, list)) else (out,)
+    if len(results) > 1:
+        return copies_of(*results, args[0])
+    gradient, _, places = args
+    return copies_of(gradient, places, *results)
 
 
 # Since when the gradient of softmax is there before the product; 1.9 has it the other way round.

@@ -15,6 +15,7 @@ from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.strides import like_channels_last
 from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
 from gpumem_magic.virtual.operators.reductions import shared_by_statistics
@@ -190,7 +191,7 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
 def _batch_backward_by_cudnn(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A gradient that does not lie as the input does is laid out first (``cudnn/BatchNorm.cpp``): that of a sum, for one."""
     gradient, input = args[:2]
-    last = _LAST.get(input.dim()) if _is_last_alone(input) else None
+    last = _LAST.get(input.dim()) if _is_taken_as_last(input) else None
     lies = gradient.is_contiguous() if last is None else gradient.is_contiguous(memory_format=last)
     with engine.scratch(device, 0 if lies else bytes_of(gradient)):
         out = engine.run(func, args, kwargs, device)
@@ -206,6 +207,11 @@ def _is_last_alone(input: Any) -> bool:
     return last is not None and not input.is_contiguous() and bool(input.is_contiguous(memory_format=last))
 
 
+def _is_taken_as_last(input: Any) -> bool:
+    """Whether cuDNN is given it so (`suggest_memory_format`): images of one point lie either way, and by their strides."""
+    return input.dim() in _LAST and like_channels_last(input.shape, input.stride())
+
+
 # What cuDNN works in where the channels lie last: a head, and for so many channels at once a number, and for blocks of rows a sum
 # and a square (forward a number more). Rows of four channels; there are fewer where there are more channels.
 _HEADS, _BYTES_OF_A_CHANNEL, _BYTES_OF_A_NUMBER = (1072, 1056), 8, 4
@@ -219,7 +225,7 @@ def _room_of_cudnn(engine: Engine, input: Any, device: int, is_gradient: bool) -
     """In bytes, as an H100's cuDNN 9.19 answered for 2,600 shapes in both types, every time. On other cards, and before, nothing
     is counted."""
     known = cudnn_as_recorded(engine.memory.capability(device), engine.memory.torch_version(device))
-    if not known or input.dtype not in _ROWS or not _is_last_alone(input):
+    if not known or input.dtype not in _ROWS or not _is_taken_as_last(input):
         return []
     channels = input.shape[1]
     rows = _ROWS_OF_A_GRADIENT if is_gradient else _ROWS[input.dtype]
