@@ -54,7 +54,7 @@ def _client(notebook: Any) -> Any:
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
     client = _client(nbformat.v4.new_notebook())
-    with client.setup_kernel():
+    with client.setup_kernel(cleanup_kc=True):
         kernel = Kernel(client)
         kernel.run(SETUP)
         yield kernel
@@ -118,7 +118,7 @@ def test_run_all_stops_behind_an_error() -> None:
         for source in (SETUP, "%%gpumem\nawait __import__('asyncio').sleep(0)\n{}['missing']\n", "print('reached')\n")
     ]
     with pytest.raises(nbclient.exceptions.CellExecutionError, match="KeyError"):
-        _client(notebook).execute()
+        _client(notebook).execute(cleanup_kc=True)
     assert notebook.cells[2].execution_count is None
     assert notebook.cells[2].outputs == []
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 from gpumem_magic import cli
 from gpumem_magic.virtual import gpu
@@ -25,6 +26,8 @@ MIB = 1 << 20
 T4, L4, V100, A100, H100, B200 = Card(75, 0), Card(89, 0), Card(70, 6), Card(80, 12), Card(90, 18), Card(100, 18)
 LATE = Settings.of({})
 ALL_AT_ONCE = Settings.of({"NCCL_CUMEM_ENABLE": "0"})
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 
 @pytest.mark.parametrize(

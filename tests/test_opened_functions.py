@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
-import sys
 import textwrap
 import threading
 import traceback
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from hypothesis import HealthCheck, given, settings
 from test_cell import _MANAGER, _bodies
 from test_resting_loops import Still
@@ -290,7 +290,7 @@ def test_what_moves_in_a_loop_that_rests_has_its_row(tmp_path: Path) -> None:
     )
     out = tmp_path / "out.json"
     done = subprocess.run(
-        [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)],
+        [warm.executable(), "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)],
         check=False,
         capture_output=True,
         text=True,
@@ -341,7 +341,7 @@ def test_what_a_function_gathers_until_it_ends_is_a_cause(tmp_path: Path, body: 
         "        evaluate(net, batches)\n"
         "main()\n"
     )
-    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
+    command = [warm.executable(), "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(out.read_text())["causes"]
     assert [one["name"] for one in found if one["name"] == "growth"] == causes, done.stderr
@@ -369,7 +369,7 @@ def test_a_cycle_blames_a_script_for_what_was_garbage_at_its_peak(
         "gc.disable()\n"
         "main()\n"
     )
-    command = [sys.executable, "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
+    command = [warm.executable(), "-m", "gpumem_magic.cli", "run", "--device", "T4", "--json", str(out), str(path)]
     subprocess.run(command, check=True, capture_output=True)
     report = json.loads(out.read_text())
     assert [one["bytes"] >> 20 for one in report["causes"] if one["name"] == "reference_cycle"] == garbage

@@ -13,11 +13,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm
 from torch_versions import TORCH
 
 from gpumem_magic.snapshot.pairing import pair
 
 HERE = Path(__file__).resolve().parent
+# What they leave in cycles goes when Python's collector comes, which counts what was made since the process began.
+COLLECTED = {"maml_functional"}
 RECORDED = sorted((HERE / "data" / "recorded").glob("*.json.gz"))
 
 
@@ -34,8 +37,12 @@ def own() -> ModuleType:
 # (It was tried with 2.11, 2.13 and 2.14: what PyTorch's Python code asks for changes with its version.)
 @pytest.mark.skipif(TORCH < (2, 11), reason="PyTorch's own Python code was another")
 @pytest.mark.parametrize("place", RECORDED, ids=[place.name.partition(".")[0] for place in RECORDED])
-def test_a_program_asks_for_what_it_asked_the_card_for(own: ModuleType, place: Path) -> None:
+def test_a_program_asks_for_what_it_asked_the_card_for(
+    own: ModuleType, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = place.name.partition(".")[0]
+    if name not in COLLECTED:
+        monkeypatch.setattr(own, "PYTHON", warm.executable())
     found = own.predicted(name, own.programs()[name], place, "H100,torch=2.11")
     assert not isinstance(found, str), found
     real, virtual, pairing = found

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from torch import nn
 
 from gpumem_magic import cli
@@ -28,6 +29,8 @@ if not torch.distributed.is_available():
 import torch.distributed.checkpoint
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 
 def free_port() -> int:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
@@ -70,7 +71,7 @@ def test_an_error_is_put_down_to_the_value_that_was_read_last(tmp_path: Path) ->
         "import torch, a_solver\nx = torch.rand(300, 300, device='cuda')\nprint(x.sum().item())\na_solver.step(x)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert "ZeroDivisionError" in done.stderr
@@ -85,7 +86,7 @@ def test_where_a_library_read_the_programs_own_line_is_told(tmp_path: Path) -> N
     package = Path(gpumem_magic.__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [library, package]))}
     done = subprocess.run(
-        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
         cwd=tmp_path, capture_output=True, text=True, check=False, env=environment,
     )  # fmt: skip
     assert "does not know, read at line 3 (in `meter.py:2`)" in " ".join((done.stdout + done.stderr).split())
@@ -283,7 +284,7 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         f"loss = batch.sum()\ntotal = 0\nfor turn in range(3):\n    {line}\n"
     )
     done = subprocess.run(
-        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4", "program.py"],
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "program.py"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ("An `if` may go the other way" in done.stderr) is chooses, done.stderr
@@ -767,7 +768,7 @@ def test_a_name_that_is_looked_up_by_a_stand_in_and_printed_is_another_on_a_gpu(
         encoding="utf-8",
     )
     done = subprocess.run(
-        [sys.executable, "-m", "gpumem_magic", "run", "--device", "T4,values=stand-in", program.name],
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4,values=stand-in", program.name],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     said = " ".join(done.stderr.split())

@@ -177,7 +177,7 @@ def executed(*sources: str) -> Any:
     manager.kernel_spec.argv[0] = sys.executable
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     notebook = nbformat.v4.new_notebook(cells=cells)
-    nbclient.NotebookClient(notebook, km=manager, timeout=PATIENCE, allow_errors=True).execute()
+    nbclient.NotebookClient(notebook, km=manager, timeout=PATIENCE, allow_errors=True).execute(cleanup_kc=True)
     return notebook
 
 

@@ -27,6 +27,7 @@ from gpumem_magic.snapshot.pairing import Pairing, Recorded, growths, pair
 
 HERE = Path(__file__).resolve().parent
 RUNNER = HERE.parent / "stand_in_runtime" / "whole.py"
+PYTHON = sys.executable
 COLUMNS = ("action", "addr", "size", "stream")
 HEAD = (
     "| program | allocations | matched | to the byte | freed alike | peak | end | reserved | same place |\n"
@@ -115,7 +116,7 @@ def run(name: str, text: str, spec: str, scratch: Path) -> Path | str:
     script, out = scratch / f"{name}.py", scratch / "out.pickle"
     script.write_text(text, encoding="utf-8")
     environment = {"HF_HUB_OFFLINE": "1", **dict(line[5:].split("=", 1) for line in of_environment(text))}
-    command = [sys.executable, RUNNER, out, spec, script]
+    command = [PYTHON, RUNNER, out, spec, script]
     try:
         done = subprocess.run(
             command,

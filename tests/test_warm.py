@@ -1,0 +1,60 @@
+"""What is run by `warm.executable()` is what Python would run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm
+
+SAID = "import os, sys\nprint(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ['A'], input(), sep='\\n')\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("said.py", "-x", "y"),
+        ("-m", "said", "-x"),
+        ("-c", SAID, "--", "z"),
+        ("-c", "raise SystemExit('a word')"),
+        ("-c", "import sys; sys.exit(7)"),
+        ("-c", "def f(n):\n    return 1 / n\nf(0)"),
+        ("fails.py",),
+        ("-m", "nowhere_to_be_found"),
+        ("-c", "import os; os.kill(os.getpid(), 9)"),
+        ("-c", "import atexit; atexit.register(print, 'at the end')"),
+        ("-O", "-c", "assert False"),
+    ],
+)
+def test_it_is_run_as_python_runs_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "said.py").write_text(SAID)
+    (tmp_path / "fails.py").write_text("x = 1\n{}[x]\n")
+    around = {**os.environ, "A": "of the test", "PYTHONPATH": str(tmp_path / "elsewhere")}
+    options: dict[str, Any] = {"cwd": tmp_path, "env": around, "input": "heard\n", "capture_output": True, "text": True}
+    warm_one, new_one = (
+        subprocess.run([python, *arguments], check=False, **options) for python in (warm.executable(), sys.executable)
+    )
+    assert warm_one.returncode == new_one.returncode
+    assert warm_one.stdout == new_one.stdout
+    assert warm_one.stderr.replace(warm.executable(), sys.executable) == new_one.stderr
+
+
+def test_signals_reach_it_and_it_goes_with_whoever_asked_for_it(tmp_path: Path) -> None:
+    waits = (
+        "import os, time\ntry:\n    print(os.getpid(), flush=True)\n    time.sleep(600)\nexcept KeyboardInterrupt:\n"
+        "    os._exit(5)\n"
+    )
+    for number, status in ((signal.SIGINT, 5), (signal.SIGTERM, -signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)):
+        with subprocess.Popen([warm.executable(), "-c", waits], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            run = Path("/proc", process.stdout.readline().decode().strip())
+            process.send_signal(number)
+            # (Its output is read to its end: nobody holds that any more.)
+            assert process.stdout.read() == b""
+        assert process.returncode == status
+        assert not run.exists() or "Z" in (run / "stat").read_text().split(")")[1].split()[0]
