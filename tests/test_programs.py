@@ -157,3 +157,18 @@ def test_the_pages_say_what_the_table_beside_an_h100_has() -> None:
         f"every allocation of {len(ran)} public programs | [a real H100](programs.md), with PyTorch 2.11 | {share} of {there:,}; "
         f"the highest memory the same in {exact}, within 2 % in {about} |"
     ) in (docs / "how_true.md").read_text(encoding="utf-8")
+
+
+def test_an_error_of_a_process_of_torchrun_is_known(modules: dict[str, Any]) -> None:
+    said = """\
+W1128 06:10:00.000000 81 torch/distributed/run.py:851]
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]: ValueError: no such option
+[default0]:[rank0]: KeyError: 'lr'
+E1128 06:10:01.000000 81 torch/distributed/elastic/multiprocessing/api.py:988] failed (exitcode: 1)
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+"""
+    run = modules["judging"].Run(1, "", said, 1, 0, {})
+    assert run.last_error == "KeyError: 'lr'"

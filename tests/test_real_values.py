@@ -361,6 +361,8 @@ def test_what_does_not_fit_into_the_hosts_memory_is_refused(monkeypatch: pytest.
         torch.zeros(2**28, device="cuda")
     machine.settle()
     assert torch.cuda.memory_allocated() == 0
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.zeros(2**33, device="cuda")
     monkeypatch.setattr(host_memory, "available", lambda: None)
     with pytest.raises(torch.OutOfMemoryError):
         torch.zeros(2**33, device="cuda")

@@ -159,6 +159,42 @@ def test_compiled_its_numbers_are_the_hosts_where_values_are_real() -> None:
         torch.testing.assert_close(ours.grad.cpu(), its.grad, rtol=1e-4, atol=1e-5)
 
 
+class Slopes(torch.nn.Module):
+    """A layer whose score function uses a parameter, an index of it and a tensor that wants no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = torch.nn.Parameter(torch.tensor([0.5, -1.0]))
+        self.register_buffer("unit", torch.tensor(0.01))
+
+    def forward(self, query: torch.Tensor, compiled: bool) -> Any:
+        call = torch.compile(flex.flex_attention) if compiled else flex.flex_attention
+        return call(query, query, query, score_mod=lambda x, b, h, i, j: x + self.slope[h] * (i - j) * self.unit)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("values", ["real", "stand-in"])
+def test_a_parameter_that_the_score_function_uses_gets_its_gradient(values: str, compiled: bool) -> None:
+    gpu.turn_on(f"A100-40GB,values={values}")
+    torch.manual_seed(0)
+    on_host = torch.randn(1, 2, 128, 16, requires_grad=True)
+    layer = Slopes()
+    places = torch.arange(128)
+    scores = layer.slope[None, :, None, None] * (places[:, None] - places) * layer.unit
+    torch.nn.functional.scaled_dot_product_attention(on_host, on_host, on_host, attn_mask=scores).pow(
+        2
+    ).sum().backward()
+    expected = layer.slope.grad
+    query = on_host.detach().cuda().requires_grad_()
+    layer = Slopes().cuda()
+    layer(query, compiled).pow(2).sum().backward()
+    assert (query.grad is None, layer.slope.grad is None) == (False, False)
+    assert layer.slope.grad.shape == (2,)  # type: ignore[union-attr]
+    if values == "real":
+        torch.testing.assert_close(layer.slope.grad.cpu(), expected, rtol=1e-3, atol=1e-3)  # type: ignore[union-attr]
+        torch.testing.assert_close(query.grad.cpu(), on_host.grad, rtol=1e-3, atol=1e-4)  # type: ignore[union-attr]
+
+
 def capped(score: Any, *_: Any) -> Any:
     return torch.tanh(score / 20) * 20
 

@@ -40,6 +40,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 _ON_A_DEVICE = re.compile(r",\s*device='cuda:\d+'")
 # A printed tensor, whose lines end where its numbers are long.
 _TENSOR = re.compile(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)(  # virtual GPU: no values)?")
+# What torchrun and its logs put before what a process says.
+_RANK = re.compile(r"^\[(?:rank|default)\d+\]:\s?(?:\[rank\d+\]:\s?)?")
 # NumPy fills numbers up with spaces, each array as its longest.
 _BESIDE_NUMBERS = re.compile(r"\s*([\[\]#]|\s)\s*")
 
@@ -69,7 +71,8 @@ class Run:
     @property
     def last_error(self) -> str:
         """The error's last line, without our own remarks."""
-        lines = self.err.splitlines()
+        # (torchrun begins the lines of its processes with their rank.)
+        lines = [_RANK.sub("", line) for line in self.err.splitlines()]
         found = [
             line
             for line in lines

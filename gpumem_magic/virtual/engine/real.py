@@ -41,7 +41,7 @@ from gpumem_magic.virtual.engine.host_calls import (
     plain_function,
     refuse_to_compute,
 )
-from gpumem_magic.virtual.engine.host_memory import HostMemory
+from gpumem_magic.virtual.engine.host_memory import HostMemory, HostMemoryFull
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.modes import STATE, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -84,7 +84,12 @@ class RealTable(StorageTable):
         def malloc(device: int, nbytes: int) -> int:
             host.asked += nbytes
             if host.asked >= host.enough:
-                host.look(nbytes)
+                try:
+                    host.look(nbytes)
+                except HostMemoryFull:
+                    # What the card has no room for either ends as on a card: programs look for the size that it has room for.
+                    memory.free(device, take(device, nbytes))
+                    raise
             return take(device, nbytes)
 
         super().__init__(malloc, memory.free)

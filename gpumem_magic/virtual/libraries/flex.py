@@ -16,12 +16,16 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
+from gpumem_magic.failures import swallowed
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 # Where the options lie among an operator's arguments, behind query, key and value; in the backward pass, what lies beside them.
-_OPTIONS, _BESIDE = 3, 9
+_OPTIONS, _BUFFERS, _BESIDE = 3, 4, 9
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
@@ -36,7 +40,11 @@ def prepare(module: ModuleType, patches: Patches) -> None:
         if not engine_of(query).computes and _compiled():
             return _Kernel.apply(query, key, value, more[_OPTIONS])  # type: ignore[no-untyped-call]
         below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-        return (operators.sdpa_dense if below else operators.flex_attention_autograd)(query, key, value, *more)
+        if below:
+            return operators.sdpa_dense(query, key, value, *more)
+        if torch.is_grad_enabled() and not any(more[_BUFFERS : _BUFFERS + 1]):
+            more = _with_captured(query, more)
+        return operators.flex_attention_autograd(query, key, value, *more)
 
     def attend_backward(operator: Any, query: Any, key: Any, value: Any, *more: Any) -> Any:
         if not isinstance(query, VirtualTensor):
@@ -50,6 +58,57 @@ def prepare(module: ModuleType, patches: Patches) -> None:
     # The compiler knows the operators by themselves, not by what calling them does.
     patches.set(forward, "__call__", attend)
     patches.set(backward, "__call__", attend_backward)
+
+
+def _with_captured(query: torch.Tensor, more: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options, where the score function uses tensors of its own that want a gradient: with one that is given them. (On a
+    card Dynamo finds them.)"""
+    score_mod = more[0]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        # (Of one element each: in the place of a single number a tensor of whole numbers is read when it is an index.)
+        score = torch.zeros(1, dtype=query.dtype, device=query.device)
+        indices = [torch.zeros(1, dtype=torch.int, device=query.device) for _ in range(4)]
+        heard = _CapturedTensors()
+        try:
+            with heard:
+                score_mod(score, *indices)
+        except Exception as error:  # PyTorch's own call says what is wrong with it
+            swallowed(error)
+    captured = tuple(heard.captured.values())
+    if not captured:
+        return more
+
+    def given_them(score: Any, batch: Any, head: Any, row: Any, column: Any, *buffers: Any) -> Any:
+        with _OthersInstead({id(one): buffer for one, buffer in zip(captured, buffers, strict=True)}):
+            return score_mod(score, batch, head, row, column)
+
+    return given_them, *more[1:_BUFFERS], captured, *more[_BUFFERS + 1 :]
+
+
+class _CapturedTensors(TorchFunctionMode):
+    """Collects the device's tensors that functions are called with and that want a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.captured: dict[int, torch.Tensor] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for one in tree_leaves((args, kwargs)):
+            if isinstance(one, VirtualTensor) and one.requires_grad:
+                self.captured[id(one)] = one
+        return func(*args, **(kwargs or {}))
+
+
+class _OthersInstead(TorchFunctionMode):
+    """Gives functions other tensors, by the `id` of those that they are called with."""
+
+    def __init__(self, others: dict[int, Any]) -> None:
+        super().__init__()
+        self._others = others
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda one: self._others.get(id(one), one), (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _compiled() -> bool:
