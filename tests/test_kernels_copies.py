@@ -299,6 +299,17 @@ def test_an_adaptive_pool_works_on_plain_tensors_and_gives_them_the_images_order
     assert made(lambda: torch.autograd.grad(out, x, gradient)) == [768, 768, 1536, 768]
 
 
+def test_the_largest_of_volumes_are_found_with_the_channels_last() -> None:
+    """What an H100 was asked for, with 2.11 (`pool3`, `sweeps_4`); the mean is of a plain copy."""
+    x = torch.zeros(4, 16, 8, 8, 8, device="cuda").to(memory_format=torch.channels_last_3d).requires_grad_()
+    assert made(lambda: F.max_pool3d(x, 3, 2)) == [6912, 13824]
+    assert made(lambda: F.avg_pool3d(x, 3, 1)) == [55296, 131072]
+    out = F.max_pool3d(x, 3, 2)
+    gradient = torch.zeros_like(out)
+    assert made(lambda: torch.autograd.grad(out, x, gradient, retain_graph=True)) == [131072]
+    assert made(lambda: torch.autograd.grad(out, x, gradient.contiguous())) == [6912, 131072, 6912]
+
+
 def test_a_group_norm_of_single_values_adds_up_by_channel_too() -> None:
     x = torch.zeros(4, 32, device="cuda", requires_grad=True)
     weight = torch.ones(32, device="cuda", requires_grad=True)

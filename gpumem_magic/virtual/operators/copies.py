@@ -59,8 +59,7 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
             *overloads(
                 "reflection_pad3d_backward replication_pad2d replication_pad3d cummax cummin _softmax _log_softmax"
             ),
-            *overloads("max_pool3d_with_indices max_pool3d_with_indices_backward avg_pool3d avg_pool3d_backward"),
-            *overloads("adaptive_max_pool3d adaptive_max_pool3d_backward"),
+            *overloads("avg_pool3d avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward"),
             *overloads(
                 "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
             ),
@@ -84,6 +83,12 @@ _NEAREST = overloads(
     "upsample_nearest3d _upsample_nearest_exact3d"
 )
 _SMOOTHED = overloads("_upsample_bilinear2d_aa _upsample_bicubic2d_aa")
+_VOLUMES: dict[Any, int] = {
+    **dict.fromkeys(overloads("max_pool3d_with_indices"), 0),
+    **dict.fromkeys(overloads("max_pool3d_with_indices_backward"), 1),
+}
+# Since when the largest values of volumes are found with the channels last (PyTorch's pull request 80748).
+_LARGEST_OF_VOLUMES_FROM = (1, 13)
 # The fewest channels for which a kernel of channels-last tensors enlarges them.
 _CHANNELS = 4
 _PIECE = 65536
@@ -258,6 +263,17 @@ def _laid_out_like(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
         return []
     layout = torch.channels_last if is_last else torch.contiguous_format
     return [] if source.is_contiguous(memory_format=layout) else [bytes_of(source)]
+
+
+@special(*_VOLUMES, table=BESIDE)
+def _largest_of_volumes(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """In the order of the channels that the volume has (``DilatedMaxPool3d.cu``)."""
+    source, like = args[0], args[_VOLUMES[func]]
+    last = torch.channels_last_3d
+    is_last = like.dim() == 5 and not like.is_contiguous() and like.is_contiguous(memory_format=last)
+    if is_last and engine.memory.torch_version(device) >= _LARGEST_OF_VOLUMES_FROM:
+        return [] if source.is_contiguous(memory_format=last) else [bytes_of(source)]
+    return copies_of(source)
 
 
 @special(_aten._adaptive_avg_pool2d.default)
