@@ -67,8 +67,8 @@ def test_a_failed_cell_says_who_splits_the_place(shell: Any) -> None:
     (piece,) = found.pieces
     assert piece.bytes == 40 * MIB
     assert piece.what.startswith("`kept`")
-    assert piece.what.endswith("kept = mib(40) in iteration 1, line 8")
-    assert found.left_by.endswith("scratch = mib(500) in iteration 1, line 6")
+    assert piece.what.endswith("`kept = mib(40)` in iteration 1, line 8")
+    assert found.left_by.endswith("`scratch = mib(500)` in iteration 1, line 6")
     outcomes = {trial.conf: (trial.passes, trial.rounds) for trial in found.trials}
     assert outcomes["expandable_segments:True"] == (True, found.rounds)
     assert found.rounds > 1

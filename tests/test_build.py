@@ -73,7 +73,7 @@ def test_rows_show_the_state_after_and_the_peak_inside() -> None:
     assert before.device_used == IDLE
     assert first.device_used == first.reserved + CONTEXT + IDLE
     assert report.peak.allocated == report.peak.peak_allocated == 35 * MIB
-    assert report.peak.where == "model.cuda(), line 2"
+    assert report.peak.where == "`model.cuda()`, line 2"
     assert report.peak.categories["temporaries"] == 30 * MIB
     assert report.evidence["identity"] == 5 * MIB
     assert sum(report.evidence.values()) == 35 * MIB
@@ -97,7 +97,7 @@ def test_the_peak_is_the_first_moment_of_maximum() -> None:
         tape.device.free(tape.device.alloc(30 * MIB))
         tape.row("loss.backward()", 14, (number,), (3,))
     tape.row(kind="after")
-    assert build(tape.finish()).peak.where == "loss.backward() in iteration 1, line 14"
+    assert build(tape.finish()).peak.where == "`loss.backward()` in iteration 1, line 14"
 
 
 def test_a_peak_that_was_there_before() -> None:
@@ -134,7 +134,7 @@ def test_a_call_that_trains_shows_iterations_and_phases() -> None:
     row = report.checkpoints[1]
     phases = ["forward", "backward", "optimizer step"]
     assert labels(row) == ["iteration 1", phases, "iteration 2", phases, "iteration 3", phases]
-    assert report.peak.where == "trainer.train(), iteration 2, backward"
+    assert report.peak.where == "`trainer.train()`, iteration 2, backward"
     assert {part.kind for part in row.parts} == {"part"}
     assert row.parts[0].parts[0].categories["activations"] == 3 * MIB
     assert row.parts[0].parts[0].allocated == 3 * MIB
@@ -273,7 +273,7 @@ def test_long_loops_are_folded_by_whole_iterations() -> None:
     assert shown == [(1,), (2,), (3,), (9,), (18,), (19,), (20,)]
     assert [row.iteration for row in report.checkpoints if row.line == 5] == shown
     assert [(fold.line, fold.total, fold.kept) for fold in report.folded] == [(3, 20, 7)]
-    assert report.peak.where == "loss = f(x) in iteration 9, line 4"
+    assert report.peak.where == "`loss = f(x)` in iteration 9, line 4"
 
 
 def test_what_skipped_iterations_took_is_a_row_of_their_own() -> None:
@@ -379,7 +379,7 @@ def test_an_emptied_cache_is_said_with_its_row() -> None:
     tape.row("b()", 3)
     report = build(tape.finish())
     assert report.retries == 1
-    assert report.notes == ("The allocator emptied its cache to make room in: b(), line 3.",)
+    assert report.notes == ("The allocator emptied its cache to make room in: `b()`, line 3.",)
 
 
 def test_a_growing_context_is_said() -> None:
@@ -393,7 +393,7 @@ def test_a_growing_context_is_said() -> None:
     grown = now._replace(context=CONTEXT + 64 * MIB, device_used=(now.device_used or 0) + 64 * MIB)
     moment = point.moment._replace(counters={0: grown})
     report = build(replace(recording, checkpoints=(recording.checkpoints[0], replace(point, moment=moment))))
-    assert report.notes == ("The CUDA context grew by 64.0 MiB in conv(x), line 2.",)
+    assert report.notes == ("The CUDA context grew by 64.0 MiB in `conv(x)`, line 2.",)
 
 
 def test_a_context_that_grows_again_and_again_is_said_once() -> None:
@@ -408,7 +408,7 @@ def test_a_context_that_grows_again_and_again_is_said_once() -> None:
         grown = now._replace(context=CONTEXT + more * MIB, device_used=(now.device_used or 0) + more * MIB)
         rows.append(replace(point, moment=point.moment._replace(counters={0: grown})))
     report = build(replace(recording, checkpoints=tuple(rows)))
-    said = "The CUDA context grew by 160 MiB, most of it (156 MiB) in y = x @ x, line 3."
+    said = "The CUDA context grew by 160 MiB, most of it (156 MiB) in `y = x @ x`, line 3."
     assert said in report.notes
 
 
@@ -445,7 +445,7 @@ def test_a_gap_is_named_and_not_spread() -> None:
     )
     report = build(recording)
     assert report.checkpoints[1].allocated == 5 * MIB
-    assert [note for note in report.notes if "do not add up after f(), line 2" in note]
+    assert [note for note in report.notes if "do not add up after `f()`, line 2" in note]
 
 
 def test_without_lines_only_the_ends_are_there() -> None:

@@ -143,7 +143,7 @@ def test_the_error_that_ends_a_program_is_none_that_it_caught() -> None:
         book.cell("def step():\n    return torch.empty(32 << 30, device='cuda', dtype=torch.uint8)")
         report = book.measured("try:\n    step()\nexcept torch.cuda.OutOfMemoryError:\n    pass\nstep()")
     said = [one for one in report.notes if "Memory ran out" in one]
-    assert said == ["Memory ran out in: step(), line 3. The program caught the error and went on."]
+    assert said == ["Memory ran out in: `step()`, line 3. The program caught the error and went on."]
 
 
 def test_what_an_error_keeps_that_a_variable_keeps_is_of_the_category_that_it_is_in_an_error_of_the_cell() -> None:

@@ -103,7 +103,7 @@ def test_one_retry_in_the_first_step_and_death_in_the_second(run: tuple[Report, 
     assert report.error.type.endswith("OutOfMemoryError")
     # One in the first step, one in the request that failed; none elsewhere.
     assert report.retries == 2
-    assert any("optimizer.step() in iteration 1.1" in remark for remark in explain.remarks(report))
+    assert any("`optimizer.step()` in iteration 1.1" in remark for remark in explain.remarks(report))
 
 
 def test_the_message_is_the_published_one_within_a_hundredth(run: tuple[Report, str]) -> None:

@@ -143,7 +143,7 @@ def test_what_allocates_in_an_inner_loop_too(device: Any) -> None:
         "for i in range(400):\n    for j in range(3):\n        n = i * j\n        if (i, j) == (350, 1):\n"
         "            x = torch.zeros(1024, 1024, device='cuda')\n",
     )
-    assert found.peak.where.startswith("x = torch.zeros(1024, 1024, device='cuda') in iteration 351")
+    assert found.peak.where.startswith("`x = torch.zeros(1024, 1024, device='cuda')` in iteration 351")
     assert found.checkpoints[-1].allocated == 1 << 22
 
 

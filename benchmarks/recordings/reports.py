@@ -152,8 +152,8 @@ def differences(real: Mapping[str, Any], virtual: Mapping[str, Any]) -> list[str
 
 
 def without_numbers(said: Any) -> str:
-    """Figures differ by a little where memory does, and units with them."""
-    return re.sub(r"\d[\d,.]*(?: (?:[KMG]i)?B\b)?", "#", str(said))
+    """Figures differ by a little where memory does, and units with them. (Code had no backticks in the first recordings.)"""
+    return re.sub(r"\d[\d,.]*(?: (?:[KMG]i)?B\b)?", "#", str(said).replace("`", ""))
 
 
 def names_of(words: list[str]) -> list[str]:

@@ -36,6 +36,8 @@ from gpumem_magic.recording.model import (
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation
 
+FROM = ", from "
+"""Between a place inside and the program's own line from which it was reached."""
 _OF_A_MODULE = frozenset({"parameters", "gradients"})
 _FIRST_NAME = re.compile(r"[.\[]")
 
@@ -338,7 +340,7 @@ class Tensors:
                 statement = self._statement_on.get(line) or place.text
                 inner = "" if inner == own else inner
             elif own and own != inner:
-                inner = f"{inner}, from {own}"
+                inner = f"{inner}{FROM}{own}"
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))

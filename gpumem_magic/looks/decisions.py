@@ -119,13 +119,20 @@ def looks_up(file: str, line: int, places: _Places = ()) -> bool:
     return reached.goes_by("looked up")
 
 
-def leads_to(file: str, read: int, raised: int) -> bool:
-    """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads."""
-    reached = _reached(file, read, ())
-    return read == raised or any(
+def leads_to(file: str, read: int, raised: int, raised_in: str = "", made_of_it: bool = False) -> bool:
+    """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads.
+
+    raised_in: that line's file, where it is another. made_of_it: or by what was made of that, or chosen by it."""
+    raised_in = raised_in or file
+    number, most = int(raised_in != file), _WAY if made_of_it else _VALUE
+    reached = _reached(file, read, (raised_in,))
+    return (number, read) == (0, raised) or any(
         one.first <= raised <= one.last
-        and (reached.has((0, one.source), _VALUE, _VALUE) or (one.is_around and reached.stands_in((0, one.source))))
-        for one in flows.of_file(file).statements
+        and (
+            reached.has((number, one.source), _VALUE, most)
+            or (one.is_around and reached.stands_in((number, one.source)))
+        )
+        for one in flows.of_file(raised_in).statements
     )
 
 

@@ -59,6 +59,9 @@ class Witness:
         self.has_wide_weights = False
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
+        # Parameters of the module (by its id) that a constructor gave some last.
+        self._registered: list[weakref.ref[torch.nn.Parameter]] = []
+        self._registered_in = 0
         self._where: dict[int, tuple[int, int] | None] = {}
         self._states: dict[int, tuple[int, int]] = {}
         self._parameter_names: dict[int, str] = {}
@@ -79,6 +82,7 @@ class Witness:
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
         self._namespace = {}
+        self._registered.clear()
         for table in (
             self._modules,
             self._optimizers,
@@ -120,6 +124,23 @@ class Witness:
                 self._see_argument(tensor, name)
             self._see_caches({**_arguments(module, args), **kwargs})
             self._see_caches(out)
+
+    def parameter_registered(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
+        """A module got a parameter. It is looked at when the next module gets one: until then, a constructor may cast or move
+        it, and behind that, an error may leave no trace of the module."""
+        if id(module) != self._registered_in:
+            self._begin()
+            self._registered_in = id(module)
+            self._see_registered()
+        self._registered.append(weakref.ref(parameter))
+
+    def _see_registered(self) -> None:
+        with no_functions(), no_dispatch():
+            for one in self._registered:
+                parameter = one()
+                if parameter is not None and tensors.is_leaf(parameter):
+                    self._see(parameter, "parameter", None)
+        self._registered.clear()
 
     def has_graph(self, out: Any) -> bool:
         """Whether autograd recorded what a forward gave."""
@@ -166,6 +187,7 @@ class Witness:
         """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
         that an error left: the cell's own, or one that a variable keeps."""
         self._begin()
+        self._see_registered()
         everything = self._namespace if namespace is None else namespace
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
             if tensors.is_module(value):
@@ -385,6 +407,9 @@ class Witness:
     def _see_variables_of(self, frame: FrameType) -> None:
         """What a function that failed still held by a variable of its own. (Who searches for owners has the name.)"""
         for value in objects.locals_of(frame).values():
+            if tensors.is_module(value):
+                self.see_module(value)
+                continue
             for _, tensor in tensors_in(value, "", END_LIMIT):
                 self._see(tensor, "named" if tensors.is_leaf(tensor) else "output", None)
 

@@ -159,7 +159,7 @@ class StandIn:
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
     is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
     printed, or a text that is made of them ("text"). latest: nothing was read after it. caller: where a library read, the
-    line of the program's own that called it.
+    line of the program's own that called it. fails: the error that ended the program may come of what the line read.
     """
 
     line: str
@@ -174,6 +174,7 @@ class StandIn:
     )
     latest: bool = field(default=False, metadata={"only_with": "latest"})
     caller: str = field(default="", metadata={"only_with": "caller"})
+    fails: bool = field(default=False, metadata={"only_with": "fails"})
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.code import OWN, whose
@@ -15,10 +16,13 @@ from gpumem_magic.looks.decisions import (
     forget,
     goes_by_an_if,
     is_printed,
+    leads_to,
     looks_up,
     makes_a_size,
+    may_be_of_a_value,
     selects,
 )
+from gpumem_magic.looks.objects import message_of, name_of_class, traceback_of
 from gpumem_magic.recording.model import StandIn
 
 _Line = tuple[str, int]
@@ -34,9 +38,12 @@ class ReadsWithin:
         reads.note_caught()
         self._marks_before = reads.marks.copy()
 
-    def stand_ins(self, place_of: Callable[[str, int], str]) -> tuple[StandIn, ...]:
-        """Those since then. place_of: a file and a line as the report writes them."""
+    def stand_ins(
+        self, place_of: Callable[[str, int], str], error: BaseException | None = None
+    ) -> tuple[StandIn, ...]:
+        """Those since then. place_of: a file and a line as the report writes them. error: what ended the program."""
         forget()
+        raised = _raised_in(error)
         read = self._reads.counts - self._before
         self._reads.note_caught()
         marks = self._reads.marks - self._marks_before
@@ -44,19 +51,50 @@ class ReadsWithin:
         by_user: Counter[str] = Counter()
         decides: dict[str, str] = {}
         callers: dict[str, str] = {}
+        failing: set[str] = set()
         for (file, line), count in sorted(read.items()):
             place = place_of(file, line)
             places[place] += count
             if (caller := _own_caller((file, line), self._reads)) is not None:
                 callers.setdefault(place, place_of(*caller))
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
+            if raised and _leads_to_one((file, line), self._reads.stacks.get((file, line), ()), raised):
+                failing.add(place)
             decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads)
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
-            StandIn(place, count, by_user[place], decides[place], place == latest, callers.get(place, ""))
+            StandIn(place, count, by_user[place], decides[place], place == latest, callers.get(place, ""), place in failing)
             for place, count in places.items()
         )
+
+
+def _raised_in(error: BaseException | None) -> tuple[_Line, ...]:
+    """The lines, outermost first, through which an error went that may come of a value."""
+    found: list[_Line] = []
+    if error is not None and may_be_of_a_value(name_of_class(type(error)), message_of(error)):
+        trace = traceback_of(error)
+        while trace is not None:
+            found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno or 0))
+            trace = trace.tb_next
+    return tuple(found)
+
+
+def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line]) -> bool:
+    """Whether what was read flows into a statement in which the error was raised: in the function where the ways to the two
+    part, or in one that both went through. stack: from where it was read, innermost first."""
+    files = {file for file, _ in stack} | {read[0]}
+    to_error = [place for place in raised if place[0] in files or whose(place[0]) == OWN]
+    to_read = list(reversed(stack)) or [read]
+    if to_error and to_error[0] in to_read:
+        # (A traceback begins where the error was caught: in a notebook, at the cell.)
+        to_read = to_read[to_read.index(to_error[0]) :]
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(to_read, to_error, strict=False)))
+    reading, failing = to_read[shared:], to_error[shared:]
+    if shared and not (reading and failing):
+        # One statement read and failed.
+        return True
+    return any(leads_to(*one, end, other, made_of_it=True) for one in reading for other, end in failing)
 
 
 def _own_caller(read: _Line, reads: Reads) -> _Line | None:

@@ -281,7 +281,7 @@ class Recorder:
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
             stand_ins: tuple[StandIn, ...] = ()
             with self._guard("counting stand-ins"):
-                stand_ins = self._reads.stand_ins(self._place) if self._reads is not None else ()
+                stand_ins = self._reads.stand_ins(self._place, error) if self._reads is not None else ()
             compiled = CompiledCode()
             with self._guard("reading what was compiled"):
                 compiled = self._compiler.read(self._place)

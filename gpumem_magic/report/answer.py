@@ -10,9 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
-from gpumem_magic.looks.decisions import may_be_of_a_value
 from gpumem_magic.recording.model import OPTIMIZER, StandIn
-from gpumem_magic.report.failure import failed_request, failed_row
+from gpumem_magic.report.failure import error_in_words, failed_request, failed_row, is_of_memory
 from gpumem_magic.report.filling import MOST, in_words
 from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row
 from gpumem_magic.report.tensors import all_groups
@@ -61,6 +60,9 @@ _ALSO = {
     "step": "and an optimizer's step be skipped",
     "text": "and what is printed be something else",
 }
+# Where a program failed for another reason, less than this is no matter: PyTorch's allocator takes as much at a time from the
+# device (kLargeBuffer, c10/cuda/CUDACachingAllocator.cpp).
+_TAKEN_AT_ONCE = 20 * MIB
 # What an error keeps was in use when it came, and is no reason for it.
 _KEPT_AFTERWARDS = "pinned_by_traceback"
 
@@ -78,9 +80,10 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     may be another, and not only what was selected."""
     read = [one for one in report.stand_ins if one.supplied < one.count]
     error = report.error
-    if error is not None and error.requested is None and may_be_of_a_value(error.type, error.message) and read:
-        latest = next((one for one in read if one.latest), read[-1])
-        guilty = next((one for one in read if error.line is not None and one.line == str(error.line)), latest)
+    failing = [one for one in read if one.fails]
+    if error is not None and error.requested is None and failing:
+        latest = next((one for one in failing if one.latest), failing[-1])
+        guilty = next((one for one in failing if error.line is not None and one.line == str(error.line)), latest)
         place = _read_at(guilty)
         return (
             f"This may have failed because of a value that the virtual GPU does not know, read at {place}: {_REAL}.",
@@ -133,6 +136,8 @@ def _plain(report: ReportData) -> str:
     sound = [cause.sentence for cause in shown if cause.name in _BEFORE_ALL]
     most = _MOST_BEFORE_ADVICE if told else MOST
     words = in_words(groups, categories, most, _OF_A_STEP if _failed_in_a_step(report) else ())
+    if report.error is None and not told and 2 * (report.peak.categories.get("rounding") or 0) > report.peak.allocated:
+        return f"Next to nothing was put on the device{_on(report)}: {amount(report.peak.allocated)} at the peak."
     return _composed(report, words, told, sound, leads=useful is not None and useful is main)
 
 
@@ -160,12 +165,14 @@ def _composed(
         else:
             sentences += [f"{_failure(report)}: {words}." if words else f"{_failure(report)}.", *told]
         return " ".join([*sentences, *sound, _request(report)])
-    if error is not None:
-        sentences.append(f"{error.type}{error.at}.")
-        if not report.peak.allocated:
-            return sentences[0]
-    sentences += sound
     size, on = amount(report.peak.allocated), _on(report)
+    if error is not None:
+        if not report.peak.allocated:
+            return f"{error.type}{error.at}."
+        sentences.append(error_in_words(error))
+        if report.peak.allocated < _TAKEN_AT_ONCE and not told and not is_of_memory(error):
+            return " ".join([*sentences, f"At most {size} were allocated{on}.", *_other_devices(report.devices)])
+    sentences += sound
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
         sentences += [*told, f"Peak {size}{on}{where}."]
@@ -200,7 +207,9 @@ def _since(report: ReportData) -> str:
     row = rows[first] if rows else None
     if row is None or first == last or not row.line:
         return ""
-    turn = f" in iteration {'.'.join(map(str, row.iteration))}" if row.iteration != rows[last].iteration else ""
+    # (What stands before a loop, or in its head, is in no iteration.)
+    other = row.iteration and row.iteration != rows[last].iteration
+    turn = f" in iteration {'.'.join(map(str, row.iteration))}" if other else ""
     return f" (all but {amount(peak - row.allocated)} of it since line {row.line}{turn})"
 
 

@@ -212,7 +212,7 @@ class _Builder:
         return [range(run.start_position, run.end_position) for run in runs]
 
     def _in_words(self, life: Allocation, drafts: list[RowDraft]) -> str:
-        """An allocation for a reader: ```output` (activations) of output = model(input) in iteration 2, line 9``; where no
+        """An allocation for a reader: ```output` (activations) of `output = model(input)` in iteration 2, line 9``; where no
         statements are known, ``activations of train.py:14 forward``."""
         label = self.view.labels[life.index]
         kind = "a block" if label.category == "unknown" else LABELS[label.category]
@@ -256,7 +256,8 @@ def _path(parts: list[Part], position: int) -> list[Part]:
 
 
 def _words(draft: RowDraft, path: list[Part]) -> str:
-    """``optimizer.step() in iteration 1, line 14``, or ``trainer.train(), iteration 2, backward``; empty where it has no name."""
+    """```optimizer.step()` in iteration 1, line 14``, or ```trainer.train()`, iteration 2, backward``; empty where it has no
+    name."""
     point = draft.point
     if point.kind == "before":
         return "the start"

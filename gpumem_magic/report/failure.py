@@ -7,8 +7,11 @@ from itertools import pairwise
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, FailedRequest, cause_of, is_small
 from gpumem_magic.devices.base import Counters
 from gpumem_magic.recording.model import Checkpoint, Moment, Recording
-from gpumem_magic.report.model import ReportData, Row
+from gpumem_magic.report.model import ReportData, ReportError, Row
 from gpumem_magic.snapshot.timeline import Timeline
+
+# What errors of CUDA's libraries say where they got no memory: CUBLAS_STATUS_ALLOC_FAILED, cudaErrorMemoryAllocation.
+_OF_MEMORY = ("memory", "alloc")
 
 
 def failed_row(report: ReportData) -> Row | None:
@@ -46,6 +49,20 @@ def steps(recording: Recording, device: int) -> list[tuple[Checkpoint, Moment, C
         (point, before.moment, before.moment.counters[device], point.moment.counters[device])
         for before, point in pairwise(points)
     ]
+
+
+def is_of_memory(error: ReportError) -> bool:
+    """Whether an error says that memory ran out, or that something could not be allocated."""
+    said = f"{error.type} {error.message}".lower()
+    return error.requested is not None or any(word in said for word in _OF_MEMORY)
+
+
+def error_in_words(error: ReportError) -> str:
+    """An error of another kind as a sentence: ``KeyError at line 5; memory did not run out.``"""
+    kind = error.type.rpartition(".")[2]
+    # (Who interrupts a program asks for no reason.)
+    beside = "" if is_of_memory(error) or not kind.endswith(("Error", "Exception")) else "; memory did not run out"
+    return f"{error.type}{error.at}{beside}."
 
 
 def failed_requests(recording: Recording, device: int) -> list[tuple[Checkpoint, int, int]]:

@@ -12,6 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS
+from gpumem_magic.attribution.tensors import FROM
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, TensorGroup
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import amount, shape_words
@@ -170,7 +171,9 @@ def _told(one: _Item, whole: int) -> str:
         lines = len({each.line or each.inner for each in members})
         what = f"{LABELS[one.category]}: {_tensors(members)} of {lines:,} lines{kept}"
         return f"{amount(one.size)} are {what} ({'largest: ' * (members is one.members)}{largest}{place})"
-    inner = one.largest.members[0].inner if len({each.inner for each in one.members}) > 1 else ""
+    places = [each.inner for each in one.members]
+    inner = one.largest.members[0].inner if len(set(places)) > 1 else ""
+    inner = inner.removesuffix(f"{FROM}{_shared_place(places)}")
     what = f"{_tensors(one.members)}{_place(one.members)}{kept}"
     return f"{amount(one.size)} are {what} (largest: {largest}{f' of {inner}' if inner else ''})"
 
@@ -217,14 +220,20 @@ def _tensors(members: Sequence[TensorGroup]) -> str:
 
 
 def _place(members: Sequence[TensorGroup]) -> str:
-    """Which line made them; the innermost expression of several is within the others."""
+    """Which line made them, and which expression of it nearly all of their bytes."""
     first = members[0]
-    expressions = {one.expression for one in members if one.expression}
-    words = max(expressions, key=len) if expressions else first.statement
-    if not all(one in words for one in expressions):
-        words = first.statement
-    places = {one.inner for one in members}
-    inner = first.inner if len(places) == 1 else ""
+    total = sum(one.bytes for one in members)
+    expressions = sorted({one.expression for one in members if one.expression}, key=len)
+    words = next(
+        (
+            outer
+            for outer in expressions
+            if 100 * sum(one.bytes for one in members if one.expression and one.expression in outer)
+            >= _NEARLY_ALL * total
+        ),
+        first.statement,
+    )
+    inner = _shared_place([one.inner for one in members])
     if not words:
         # Without lines of a cell (in a file), members may be from anywhere.
         return f" of {inner}" if inner else ""
@@ -232,6 +241,14 @@ def _place(members: Sequence[TensorGroup]) -> str:
     # (Compiled code has its function's first line alone.)
     compiled = "the compiled " if not expressions and first.operator == "torch.compile" else ""
     return f" of {compiled}`{words}`{line}"
+
+
+def _shared_place(places: Sequence[str]) -> str:
+    """The place inside, or, of several, the program's own line from which all were reached; "" where they have none in common."""
+    if len(set(places)) == 1:
+        return places[0]
+    reached = {place.partition(FROM)[2] for place in places}
+    return reached.pop() if len(reached) == 1 else ""
 
 
 def _labels(members: Sequence[TensorGroup]) -> str:

@@ -72,8 +72,9 @@ def event_in_words(position: int, total: int) -> str:
 
 
 def place_of(point: Checkpoint, *, with_line: bool = True) -> str:
-    """A row in words: ``optimizer.step() in iteration 1, line 14``."""
-    words = (point.statement or point.label).strip().partition("\n")[0] or point.kind
+    """A row in words: ```optimizer.step()` in iteration 1, line 14``."""
+    code = point.statement.strip().partition("\n")[0]
+    words = (f"`{code}`" if "`" not in code else code) if code else point.label.strip() or point.kind
     if point.iteration:
         words += f" in iteration {'.'.join(str(number) for number in point.iteration)}"
     return f"{words}, line {point.line}" if point.line and with_line else words

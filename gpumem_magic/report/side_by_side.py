@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
+from gpumem_magic.report.failure import error_in_words
 from gpumem_magic.report.filling import in_words
 from gpumem_magic.report.model import LABELS, Peak, ReportData, Row, TensorGroup
 from gpumem_magic.report.ranks import DONE, ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING, STATES, RankRow, Ranks
@@ -154,7 +155,7 @@ def _own_answer(one: OfRank) -> str:
     assert one.report is not None
     error, said = one.report.error, one.report.answer
     if one.state == ENDED and error is not None and error.type in _OF_AN_END:
-        return said.removeprefix(f"{error.type}{error.at}. ")
+        return said.removeprefix(f"{error_in_words(error)} ")
     return said
 
 

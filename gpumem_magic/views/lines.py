@@ -189,7 +189,8 @@ def change_between(before: Row | None, row: Row) -> int | None:
 def peak_row(report: ReportData) -> Row:
     """The report's peak as a row, to be drawn and tabulated like the others."""
     peak = report.peak
-    where = f": {peak.where}" if peak.where else ""
+    # (Beside the statements of a table it needs no sign that it is one.)
+    where = f": {peak.where}".replace("`", "") if peak.where else ""
     return Row(
         kind=PEAK,
         label=f"peak{where}",

@@ -58,7 +58,7 @@ def table(ranks: Ranks) -> list[list[str]]:
             _size(first.peak_allocated),
             _size(first.peak_reserved),
             *(_size(first.categories.get(name, 0) if first.peak_allocated is not None else None) for name in chosen),
-            " ".join(first.where.split()),
+            " ".join(first.where.replace("`", "").split()),
         ]
         for first, members in lines
     ]

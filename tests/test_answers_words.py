@@ -1,0 +1,143 @@
+"""The answer's sentences: code is recognisable as code, an error is told as what it is, and what is next to nothing as that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from causes_cells import Notebook, notebook
+from test_filling import group
+
+from gpumem_magic.recording.model import Checkpoint, Moment
+from gpumem_magic.report.filling import in_words
+from gpumem_magic.report.notes import place_of
+
+
+@pytest.fixture(scope="module")
+def book() -> Iterator[Notebook]:
+    with notebook("T4,values=auto") as one:
+        yield one
+
+
+def answer(book: Notebook, code: str) -> str:
+    with book.forgetting():
+        return book.measured(code).answer
+
+
+def test_a_statement_in_a_sentence_is_code() -> None:
+    moment = Moment({}, {}, 0)
+    turn = Checkpoint("statement", "x", "return x\n", 13, moment, iteration=(2, 1))
+    assert place_of(turn) == "`return x` in iteration 2.1, line 13"
+    assert place_of(Checkpoint("mark", "epoch 3", "", 0, moment)) == "epoch 3"
+
+
+def test_what_was_there_before_a_loop_is_of_no_iteration(book: Notebook) -> None:
+    said = answer(book, "a = mib(400)\nfor n in range(3):\n    b = mib(n + 1)\n    del b\n")
+    assert "Peak at `b = mib(n + 1)` in iteration 3, line 4 (all but 3.0 MiB of it since line 2)." in said
+
+
+def test_an_error_of_another_kind_is_told_before_memory_and_small_memory_not_at_all(book: Notebook) -> None:
+    small = answer(book, "a = mib(4)\nimport nobody_has_this_module")
+    assert small == "ModuleNotFoundError at line 3; memory did not run out. At most 4.0 MiB were allocated."
+    large = answer(book, "a = mib(400)\nimport nobody_has_this_module")
+    assert large.startswith("ModuleNotFoundError at line 3; memory did not run out. Of 400 MiB at the peak, ")
+    assert answer(book, "import nobody_has_this_module") == "ModuleNotFoundError at line 2."
+    library = answer(book, "a = mib(400)\nraise RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')")
+    assert library.startswith("RuntimeError at line 3. Of 400 MiB at the peak, ")
+
+
+def test_a_few_numbers_are_next_to_nothing(book: Notebook) -> None:
+    said = answer(book, "b = torch.zeros(10, device='cuda')")
+    assert said == "Next to nothing was put on the device: 512 B at the peak."
+    assert answer(book, "b = torch.zeros(200, device='cuda')").startswith("Of 1.0 KiB at the peak, 800 B are ")
+
+
+def test_the_expression_is_named_that_made_nearly_all_of_the_bytes() -> None:
+    def of(expression: str, size: int, side: int, inner: str) -> object:
+        one = group(size, side, 2)
+        return type(one)(**{**vars(one), "statement": "train(32)", "expression": expression, "inner": inner})
+
+    inside = [of("model(x)", 50, side, f"net.py:{side} forward, from In [1]:3 train") for side in range(10, 14)]
+    data = of("torch.randn(n)", 10, 5, "In [1]:2 train")
+    assert in_words([*inside, data], {}).startswith(
+        "210 MiB are ten tensors of `model(x)` (line 2), kept for backward (largest: 50.0 MiB, two (10, 10) float32 tensors of "
+    )
+    assert "of `model(x)` (line 2: In [1]:3 train)" in in_words(inside, {})
+    other = of("torch.randn(n)", 60, 5, "In [1]:2 train")
+    assert "of `train(32)` (line 2)" in in_words([*inside, other], {})
+
+
+READ = "x = torch.rand(300, 300, device='cuda')\n"
+UNRELATED = {
+    "a key of the program's own": READ + "print(x.mean().item())\nconfig = {'a': 1}\nconfig['b']",
+    "a place in a list": "def f(x):\n    return x.std().item()\n" + READ + "v = f(x)\nprint([][3])",
+    "in the same function": (
+        "def train(m):\n    for _ in range(3):\n        loss = m(torch.rand(300, 300, device='cuda')).mean()\n"
+        "        print(loss.item())\n        history['loss'].append(1)\nhistory = {}\ntrain(nn.Linear(300, 3).cuda())"
+    ),
+}
+OF_THE_VALUE = {
+    "looked up": READ + "label = int(x.argmax())\nnames = {7: 'cat'}\nprint(names[label])",
+    "through a list": "kept = []\n" + READ + "kept.append(x.mean().item())\nassert min(kept) > 5",
+    "given back": "def f(x):\n    s = x.std()\n    return s.item()\n" + READ + "v = f(x)\nassert v > 5",
+    "through an attribute": (
+        "class A:\n    def run(self, x):\n        self.best = x.max().item()\n    def end(self):\n        assert self.best > 5\n"
+        + READ
+        + "a = A()\na.run(x)\na.end()"
+    ),
+    "called back": READ + "v = list(map(lambda t: x.sum().item() * t, [1, 2]))\nassert v[1] < 0",
+    "a size": READ + "n = int((x > 2).sum()) + 1\nm = nn.Linear(300, n)\nassert len(m.weight) < 1",
+}
+
+
+@pytest.mark.parametrize("name", UNRELATED)
+def test_an_error_in_which_no_value_took_part_is_not_put_down_to_one(book: Notebook, name: str) -> None:
+    said = answer(book, UNRELATED[name])
+    assert "Error at line" in said
+    assert "does not know" not in said
+
+
+@pytest.mark.parametrize("name", OF_THE_VALUE)
+def test_an_error_into_which_a_value_flows_is_put_down_to_it(book: Notebook, name: str) -> None:
+    assert answer(book, OF_THE_VALUE[name]).startswith("This may have failed because of a value that the virtual GPU does")
+
+
+BLOCK = """
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        {made}
+    def forward(self, x):
+        return x @ self.weight
+class Model(nn.Module):
+    def __init__(self, width, layers):
+        super().__init__()
+        self.layers = nn.Sequential(*[Block(width) for _ in range(layers)])
+model = Model(8192, 200)
+"""
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "self.weight = nn.Parameter(torch.empty(width, width).cuda().bfloat16())",
+        "self.weight = nn.Parameter(torch.empty(width, width)); self.cuda(); self.bfloat16()",
+        "self.weight = nn.Parameter(torch.empty(width, width)); self.weight.data = self.weight.data.cuda().bfloat16()",
+    ],
+)
+def test_what_a_constructor_cast_before_memory_ran_out_are_parameters(book: Notebook, made: str) -> None:
+    said = answer(book, BLOCK.replace("{made}", made))
+    book.cell("%gpumem_free")
+    assert "MiB short: 14," in said
+    assert " MiB are parameters. Wanted 128 MiB" in said
+
+
+def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) -> None:
+    made = "self.weight = nn.Parameter(torch.empty(width, width)); self.weight.data = self.weight.data.cuda().bfloat16()"
+    code = BLOCK.replace("{made}", made).replace(
+        "nn.Sequential(*[Block(width) for _ in range(layers)])",
+        "nn.ModuleList()\n        for _ in range(layers):\n            self.layers.append(Block(width))",
+    )
+    said = answer(book, code)
+    book.cell("%gpumem_free")
+    assert " MiB are parameters of `self`. Wanted 128 MiB" in said
