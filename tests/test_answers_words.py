@@ -99,7 +99,9 @@ def test_an_error_in_which_no_value_took_part_is_not_put_down_to_one(book: Noteb
 
 @pytest.mark.parametrize("name", OF_THE_VALUE)
 def test_an_error_into_which_a_value_flows_is_put_down_to_it(book: Notebook, name: str) -> None:
-    assert answer(book, OF_THE_VALUE[name]).startswith("This may have failed because of a value that the virtual GPU does")
+    assert answer(book, OF_THE_VALUE[name]).startswith(
+        "This may have failed because of a value that the virtual GPU does"
+    )
 
 
 BLOCK = """
@@ -133,7 +135,9 @@ def test_what_a_constructor_cast_before_memory_ran_out_are_parameters(book: Note
 
 
 def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) -> None:
-    made = "self.weight = nn.Parameter(torch.empty(width, width)); self.weight.data = self.weight.data.cuda().bfloat16()"
+    made = (
+        "self.weight = nn.Parameter(torch.empty(width, width)); self.weight.data = self.weight.data.cuda().bfloat16()"
+    )
     code = BLOCK.replace("{made}", made).replace(
         "nn.Sequential(*[Block(width) for _ in range(layers)])",
         "nn.ModuleList()\n        for _ in range(layers):\n            self.layers.append(Block(width))",
@@ -141,3 +145,70 @@ def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) ->
     said = answer(book, code)
     book.cell("%gpumem_free")
     assert " MiB are parameters of `self`. Wanted 128 MiB" in said
+
+
+def test_conversion_by_swapping_works_while_parameters_are_registered(book: Notebook) -> None:
+    code = (
+        "torch.__future__.set_swap_module_params_on_conversion(True)\n"
+        "try:\n    one, other = nn.Linear(512, 512), nn.Linear(512, 512)\n    one.cuda(); other.cuda()\n"
+        "finally:\n    torch.__future__.set_swap_module_params_on_conversion(False)\n"
+    )
+    with book.forgetting():
+        report = book.measured(code)
+    assert report.error is None
+    assert report.peak.categories["parameters"] >= 2 * 512 * 512 * 4
+
+
+AVERAGE = """
+import copy
+class Ema:
+    def __init__(self, model):
+        self.model = copy.deepcopy(model)
+    def update(self, model):
+        with torch.no_grad():
+            for a, b in zip(self.model.parameters(), model.parameters()):
+                a.data = a.data * 0.99 + b.data * 0.01
+model = net(1024)
+ema = Ema(model)
+for _ in range(3):
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    ema.update(model)
+"""
+
+
+def test_an_average_of_the_weights_is_parameters_also_where_its_data_was_replaced(book: Notebook) -> None:
+    with book.forgetting():
+        report = book.measured(AVERAGE)
+    assert "activations" not in report.answer
+    assert report.peak.categories["parameters"] >= 2 * report.peak.categories["gradients"] > 0
+
+
+def test_graphs_are_counted_by_the_turns_of_their_loop_and_not_by_the_steps_inside_it(book: Notebook) -> None:
+    code = (
+        "model = net(1024)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nlosses = []\nfor _ in range(5):\n"
+        "    x = torch.randn(512, 1024).cuda()\n    model(x).mean().backward()\n    optimizer.step()\n"
+        "    optimizer.zero_grad()\n    losses.append(model(x).mean())\n"
+    )
+    assert answer(book, code).startswith("`losses` (line 10) keeps the graphs of 5 iterations alive")
+
+
+def test_where_several_carry_a_graph_on_and_no_backward_runs_the_remedy_is_to_run_without_autograd(
+    book: Notebook,
+) -> None:
+    code = (
+        "layer, past = nn.Linear(1024, 2048).cuda(), None\nx = torch.randn(64, 64, 1024, device='cuda')\nfor _ in range(8):\n"
+        "    k, v = layer(x).chunk(2, -1)\n    past = k if past is None else torch.cat([past, k], 1)\n"
+        "    x = nn.functional.scaled_dot_product_attention(v, past, past)[:, -1:]\n"
+    )
+    assert "run it inside `with torch.no_grad():`" in answer(book, code)
+
+
+def test_a_set_of_data_on_the_device_is_no_part_of_a_batch(book: Notebook) -> None:
+    code = (
+        "data = torch.randn(4096, 3, 128, 128, device='cuda')\nmodel = nn.Conv2d(3, 8, 3).cuda()\nfor n in range(2):\n"
+        "    model(data[n * 1024 : n * 1024 + 1024] * 1).mean().backward()\n"
+    )
+    with book.forgetting():
+        report = book.measured(code)
+    assert "kept by `data`" in report.answer
+    assert not [one for one in report.causes if one.name == "whole_batch" and one.bytes > report.peak.allocated // 2]

@@ -201,6 +201,11 @@ GUILTY = [
         ),
         "torch.load",
     ),
+    Case(
+        "optimizer_of_the_former",
+        (TRAIN + "model = net()", LOOP),
+        "Make `optimizer` anew from `model.parameters()`",
+    ),
     # pytorch/pytorch#22684: running one cell again eats memory
     Case(
         "model_built_again",
@@ -730,6 +735,7 @@ INNOCENT = [
     # each part is read again
     Case("", (CONVOLVED, FILLED.replace("+=", "= out[:, i : i + 8] +"))),
     Case("", (TRAIN, LOOP)),
+    Case("", (TRAIN + "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)", LOOP)),
     Case("", (TRAIN, LOOP + NUMBERS.format(taken="item()"))),
     Case("", (TRAIN, NUMBERS.format(taken="detach()"))),
     Case(

@@ -140,7 +140,8 @@ class _Batch:
             if rows >= _LEAST:
                 (inputs if self._is(one, "inputs") else sizes)[rows] += one.size
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
-        likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
+        # (Of what nothing is computed, item by item, is no batch.)
+        likely = [items for items, size in made.items() if size and 20 * size >= 19 * max(made.values())]
         self.items = max(likely, key=lambda items: (inputs or sizes)[items], default=0)
 
     def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
@@ -149,16 +150,22 @@ class _Batch:
             birth = self.births.get(one.born)
             if birth is not None and birth.shape is None:
                 shapeless.append(one)
-            elif self.has(birth):
+            elif self.has(birth) and not self._is_set_of_data(one):
                 known.append(one)
         # What an operator takes for itself has no shape that anybody sees: as large as a batch's, it is one's.
         sizes = {one.size for one in known}
         return known + [one for one in shapeless if one.size in sizes]
 
     def has(self, birth: Birth | None) -> bool:
-        """Whether what was made so has the batch's items in its first dimension."""
+        """Whether what was made so has the batch's items in its first dimension, or multiples of them."""
         rows = self._rows(birth)
         return rows > 0 < self.items and rows % self.items == 0
+
+    def _is_set_of_data(self, one: Allocation) -> bool:
+        """Whether it is what batches are taken from, of which there is as much whatever their size: it came as it is, with more
+        items than one of them has."""
+        came = self._scene.recording.logs[self._scene.device].origins.get(one.born) in ("host_copy", "factory")
+        return came and self._is(one, "inputs") and self._rows(self.births.get(one.born)) != self.items
 
     def _shapes(self, category: str) -> set[tuple[int, ...] | None]:
         births = (self.births.get(one.born) for one in self._scene.timeline.allocations if self._is(one, category))

@@ -107,7 +107,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         f"{who[0].upper()}{who[1:]}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
         _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
-        + _without_autograd(scene, found),
+        + _without_autograd(scene, found, alone=not others),
         freed,
     )
 
@@ -180,10 +180,11 @@ def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: in
     )
 
 
-def _without_autograd(scene: Scene, found: Sequence[Spot]) -> str:
-    """Another way, where all of these were made after the last backward: they may be for none."""
+def _without_autograd(scene: Scene, found: Sequence[Spot], *, alone: bool) -> str:
+    """Another way, where all of these were made after the last backward, or several have to let go and there was none: they may
+    be for none. alone: whether letting go of these is enough."""
     ends = [scene.end_of(one) for one in scene.spans(BACKWARD)]
-    if not ends or any(_born(scene, one) < max(ends) for spot in found for one in spot.held):
+    if (alone and not ends) or any(_born(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
         return ""
     return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
 
@@ -226,7 +227,9 @@ def _graphs_of(scene: Scene, spot: Spot) -> int:
     numbers = ((bisect_right(spans, (birth, scene.end)) - 1, birth) for birth in born)
     within = {number for number, birth in numbers if number >= 0 and birth < spans[number][1]}
     forwards = len(within) if spans else parts
-    return max(min(parts, forwards), len(iterations), len(turns))
+    # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
+    steps = len(iterations) - (bool(turns) and len(iterations) == len(turns) + 1)
+    return max(min(parts, forwards), steps, len(turns))
 
 
 def _detaching(scene: Scene, found: Sequence[Spot], place: Written | None, others: list[str], freed: int) -> str:

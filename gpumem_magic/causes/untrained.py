@@ -14,6 +14,7 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
+OF_THE_ONE_BEFORE = "optimizer_of_the_former"
 # Something in the program has them require gradients again: networks that are trained in turn.
 _UNFREEZES = re.compile(r"requires_grad(?:_\(\s*|\s*=\s*)(?!\s*False\b)|unfreeze")
 
@@ -35,6 +36,9 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
         if owner is not None and (owner.device, owner.address) not in known and _is_certain(scene, one):
             loose.setdefault(module_of(owner), []).append(one)
     for module, gradients in sorted(loose.items(), key=lambda pair: -size_of(pair[1])):
+        if (left_behind := _of_the_one_before(scene, module, gradients)) is not None:
+            yield left_behind
+            return
         addresses = {parameters[one.place.removesuffix(_GRADIENT)].address for one in gradients}
         live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
         saved = {one.address for one in scene.saved if one.parameter is not None and one.parameter[1] in addresses}
@@ -61,6 +65,31 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             size_of(gradients) + kept,
         )
         return
+
+
+def _of_the_one_before(scene: Scene, module: str, gradients: list[Held]) -> Cause | None:
+    """An optimizer that steps, of parameters that it alone holds, of the shapes of a module's that none steps: the module was
+    built again, and the optimizer was not."""
+    steps = {span.label for span in scene.spans(OPTIMIZER) if not span.failed}
+    for name in sorted(steps & scene.holdings.optimizers.keys()):
+        number = scene.holdings.number(name)
+        theirs = [one for one in scene.held if one.roots == (number,) and one.device == scene.device]
+        weights = [one for one in theirs if (one.device, one.address) in scene.holdings.optimizers[name]]
+        same = partnered(weights, _form, map(_form, gradients))
+        if not weights or 10 * size_of(same) < 9 * size_of(gradients):
+            continue
+        return Cause(
+            OF_THE_ONE_BEFORE,
+            f"`{name}` steps the parameters of the model that was there before {quoted(module)}, and none trains "
+            f"{quoted(module)}: {human(size_of(theirs))} of old parameters, with their states and gradients.",
+            f"Make `{name}` anew from `{module}.parameters()`, behind the line that builds {quoted(module)}.",
+            size_of(theirs),
+        )
+    return None
+
+
+def _form(one: Held) -> tuple[tuple[int, ...], str]:
+    return one.shape, one.dtype
 
 
 def frozen_too_late(scene: Scene) -> Iterator[Cause]:

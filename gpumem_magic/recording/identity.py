@@ -12,7 +12,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_NEWLOCALS
 from itertools import chain, islice
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -59,9 +59,8 @@ class Witness:
         self.has_wide_weights = False
         self._modules: dict[int, weakref.ref[torch.nn.Module]] = {}
         self._optimizers: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-        # Parameters of the module (by its id) that a constructor gave some last.
-        self._registered: list[weakref.ref[torch.nn.Parameter]] = []
-        self._registered_in = 0
+        # The module that was given a parameter last. (No parameter: a weak reference to one forbids `torch.utils.swap_tensors`.)
+        self._given: weakref.ref[torch.nn.Module] | None = None
         self._where: dict[int, tuple[int, int] | None] = {}
         self._states: dict[int, tuple[int, int]] = {}
         self._parameter_names: dict[int, str] = {}
@@ -82,7 +81,7 @@ class Witness:
     def forget(self) -> None:
         """Drops every reference to the user's objects."""
         self._namespace = {}
-        self._registered.clear()
+        self._given = None
         for table in (
             self._modules,
             self._optimizers,
@@ -125,22 +124,21 @@ class Witness:
             self._see_caches({**_arguments(module, args), **kwargs})
             self._see_caches(out)
 
-    def parameter_registered(self, module: torch.nn.Module, parameter: torch.nn.Parameter) -> None:
-        """A module got a parameter. It is looked at when the next module gets one: until then, a constructor may cast or move
-        it, and behind that, an error may leave no trace of the module."""
-        if id(module) != self._registered_in:
+    def parameter_registered(self, module: torch.nn.Module) -> None:
+        """A module gets a parameter. Its parameters are looked at when the next module gets one: until then, a constructor may
+        cast or move them, and behind that, an error may leave no trace of the module."""
+        if self._given is None or self._given() is not module:
             self._begin()
-            self._registered_in = id(module)
-            self._see_registered()
-        self._registered.append(weakref.ref(parameter))
+            self._see_given()
+            self._given = weakref.ref(module)
 
-    def _see_registered(self) -> None:
-        with no_functions(), no_dispatch():
-            for one in self._registered:
-                parameter = one()
-                if parameter is not None and tensors.is_leaf(parameter):
-                    self._see(parameter, "parameter", None)
-        self._registered.clear()
+    def _see_given(self) -> None:
+        module = None if self._given is None else self._given()
+        if module is not None:
+            with no_functions(), no_dispatch():
+                for _, parameter in tensors.table(module, tensors.PARAMETERS):
+                    if tensors.is_tensor(parameter) and tensors.is_leaf(parameter):
+                        self._see(parameter, "parameter", None)
 
     def has_graph(self, out: Any) -> bool:
         """Whether autograd recorded what a forward gave."""
@@ -179,6 +177,8 @@ class Witness:
                     self._knows(value)
                 else:
                     others.append((name, value))
+                    for one in filter(tensors.is_module, islice(_with_members(value), 1, None)):
+                        self.see_module(one)
             # (A module's names tell what a copy of its weights holds.)
             for name, value in others:
                 self._see_variable(name, value, ROW_LIMIT)
@@ -187,7 +187,7 @@ class Witness:
         """All modules and optimizers of the notebook, used or not, the cell's variables, and those of the program's functions
         that an error left: the cell's own, or one that a variable keeps."""
         self._begin()
-        self._see_registered()
+        self._see_given()
         everything = self._namespace if namespace is None else namespace
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
             if tensors.is_module(value):
@@ -493,12 +493,15 @@ def tensors_in(value: Any, name: str, limit: int) -> list[Named]:
 
 
 def _with_members(value: Any) -> Iterator[Any]:
-    """A value, and the first ones in it where it is a list, a tuple or a dictionary: the models of an ensemble."""
+    """A value, and the first ones in it where it is a list, a tuple or a dictionary, the models of an ensemble, or an object of
+    the program's own, which keeps an average of the weights, say."""
     yield value
     if objects.is_a(value, (list, tuple)):
         yield from islice(objects.members(value), ROW_LIMIT)
     elif objects.is_a(value, dict):
         yield from islice(dict.values(value), ROW_LIMIT)
+    elif not (objects.is_a(value, (type, ModuleType)) or tensors.is_module(value) or tensors.is_tensor(value)):
+        yield from islice(objects.attributes(value).values(), ROW_LIMIT)
 
 
 def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:

@@ -232,14 +232,15 @@ class Phases:
         )
         self._handles.append(nn_module.register_module_parameter_registration_hook(self._parameter_registered))
         torch_seams.be_quiet_about_hooks(self._patches)
-        for hook in (self._forward_begins, self._forward_ended, self._parameter_registered):
-            torch_seams.passed_over(hook.__func__, with_all_below=True)  # type: ignore[attr-defined]
+        hooks: tuple[Any, ...] = (self._forward_begins, self._forward_ended, self._parameter_registered)
+        for hook in hooks:
+            torch_seams.passed_over(hook.__func__, with_all_below=True)
         torch_seams.hide_from_the_compiler(self._patches)
 
     def _parameter_registered(self, module: torch.nn.Module, name: str, parameter: torch.nn.Parameter) -> None:
         if not torch.compiler.is_compiling():
             with self._guard("a parameter's registration"):
-                self._witness.parameter_registered(module, parameter)
+                self._witness.parameter_registered(module)
 
     def _forward_begins(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         # The compiler, which reads this as a part of the user's program, finds nothing to do.

@@ -38,9 +38,7 @@ class ReadsWithin:
         reads.note_caught()
         self._marks_before = reads.marks.copy()
 
-    def stand_ins(
-        self, place_of: Callable[[str, int], str], error: BaseException | None = None
-    ) -> tuple[StandIn, ...]:
+    def stand_ins(self, place_of: Callable[[str, int], str], error: BaseException | None = None) -> tuple[StandIn, ...]:
         """Those since then. place_of: a file and a line as the report writes them. error: what ended the program."""
         forget()
         raised = _raised_in(error)
@@ -64,7 +62,9 @@ class ReadsWithin:
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
-            StandIn(place, count, by_user[place], decides[place], place == latest, callers.get(place, ""), place in failing)
+            StandIn(
+                place, count, by_user[place], decides[place], place == latest, callers.get(place, ""), place in failing
+            )
             for place, count in places.items()
         )
 
