@@ -140,8 +140,7 @@ class _Batch:
             if rows >= _LEAST:
                 (inputs if self._is(one, "inputs") else sizes)[rows] += one.size
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
-        # (Of what nothing is computed, item by item, is no batch.)
-        likely = [items for items, size in made.items() if size and 20 * size >= 19 * max(made.values())]
+        likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
         self.items = max(likely, key=lambda items: (inputs or sizes)[items], default=0)
 
     def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
