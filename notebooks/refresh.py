@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).parent
@@ -41,11 +42,11 @@ _LINE_OF_A_FILE = re.compile(r"(?<=\.py):\d+")
 _NOISE = re.compile(r"^(?:USDT:|(?:\[rank\d+\]:)?\[W\d{4} ).*\n*", re.MULTILINE)
 
 
-def execute(path: Path, *, afterwards: str = "") -> Any:
+def execute(path: Path, *, afterwards: str = "", python: str = sys.executable) -> Any:
     """The notebook with the outputs of a run from top to bottom in a new kernel, made fit to be stored.
 
     afterwards: code that is run in the same kernel behind the last cell; what it prints is left in the notebook's metadata
-    under "afterwards".
+    under "afterwards". python: what runs the kernel.
 
     Text is as wide as where nobody has said how wide: not as this terminal. What other software writes to stderr is left out,
     but in cells tagged ``log``.
@@ -58,14 +59,19 @@ def execute(path: Path, *, afterwards: str = "") -> Any:
     notebook.metadata.pop("widgets", None)
     if afterwards:
         notebook.cells.append(nbformat.v4.new_code_cell(afterwards))
+    manager = AsyncKernelManager(kernel_name="python3")
+    manager.kernel_spec.argv[0] = python
     NotebookClient(
         notebook,
+        km=manager,
         timeout=SECONDS,
-        kernel_name="python3",
         coalesce_streams=True,
         record_timing=False,
         resources={"metadata": {"path": str(path.parent)}},
-    ).execute(env={name: value for name, value in os.environ.items() if name != "COLUMNS"})
+    ).execute(
+        cleanup_kc=True,
+        env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
+    )
     if afterwards:
         notebook.metadata["afterwards"] = "".join(
             output.get("text", "") for output in notebook.cells.pop().outputs

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 pytest.importorskip("nbclient", reason="running notebooks needs nbclient")
 pytest.importorskip("ipykernel", reason="running notebooks needs ipykernel")
@@ -51,7 +52,7 @@ def test_there_are_notebooks() -> None:
 def test_it_runs_and_its_stored_outputs_are_todays(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
     made = refresh()
-    fresh = made.execute(path, afterwards=HIGHEST)
+    fresh = made.execute(path, afterwards=HIGHEST, python=warm.executable())
     assert int(fresh.metadata["afterwards"]) < MOST_KIB
     stored = nbformat.read(path, as_version=4)
     if not any(cell.get("outputs") for cell in stored.cells):
