@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import warm
 
 PATIENCE = 300_000  # milliseconds; a busy machine with two cores is slow, and a test that waits longer has failed
 _LOCAL = ("http://127.0.0.1", "ws://127.0.0.1", "data:", "blob:", "about:")
@@ -83,6 +84,10 @@ class Server:
             file = settings / f"{name}.jupyterlab-settings"
             file.parent.mkdir(parents=True)
             file.write_text(json.dumps(values))
+        kernel = own / "data" / "kernels" / "python3" / "kernel.json"
+        kernel.parent.mkdir(parents=True)
+        command = [warm.executable(), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+        kernel.write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
         root = Path(__file__).parents[1]
         environment = {
             **os.environ,
