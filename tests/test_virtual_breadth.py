@@ -148,6 +148,15 @@ def test_sparse_gradients_of_embeddings() -> None:
     ).sum().backward()
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_no_bags_at_all_are_an_empty_result(mode: str) -> None:
+    """One offset, which is the last: the host's own kernel of the largest ends the process there."""
+    weight = rand(10, 4).requires_grad_()
+    last = torch.tensor([0], device="cuda")
+    found = F.embedding_bag(torch.tensor([1, 2, 4], device="cuda"), weight, last, mode=mode, include_last_offset=True)
+    assert found.shape == (0, 4)
+
+
 def test_weights_that_are_made_from_others() -> None:
     for make in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm):
         make(nn.Linear(4, 4)).cuda()(rand(2, 4)).sum().backward()

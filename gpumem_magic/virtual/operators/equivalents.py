@@ -451,6 +451,9 @@ def _embedding_bag(
     weights: Any = None, include_last: bool = False, padding: int = -1,
 ) -> Any:  # fmt: skip
     """With the lists that CUDA's kernel always makes, and the host's only where its own gradient needs them."""
+    if not offsets.numel() - include_last:
+        # The host's kernel of the largest ends the process where there is no bag (seen with 2.13); all modes' results are alike.
+        mode = 0
     out, bags, sizes, highest = _aten._embedding_bag.default(
         weight, indices, offsets, by_frequency, mode, sparse, weights, include_last, padding
     )
