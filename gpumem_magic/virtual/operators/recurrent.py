@@ -158,7 +158,7 @@ class _CastFlat(torch.autograd.Function):
 
 def _numbers(weights: Sequence[torch.Tensor]) -> int:
     """How many the buffer has. PyTorch asks cuDNN for two biases in each layer, whether they are used or not
-    (`CUDNN_RNN_DOUBLE_BIAS`): 18 of 19 layers without them that were recorded and laid out anew have room for them (H100, 2.11)."""
+    (`CUDNN_RNN_DOUBLE_BIAS`): 18 of 19 recorded layers without them, laid out anew, have room for them (H100, 2.11)."""
     held = sum(one.numel() for one in weights)
     if any(one.dim() == 1 for one in weights):
         return held
