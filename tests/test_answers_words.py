@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 from causes_cells import Notebook, notebook
 from test_filling import group
 
+from gpumem_magic.recording.identity import _with_members
 from gpumem_magic.recording.model import Checkpoint, Moment
 from gpumem_magic.report.filling import in_words
 from gpumem_magic.report.notes import place_of
@@ -181,6 +184,17 @@ def test_an_average_of_the_weights_is_parameters_also_where_its_data_was_replace
         report = book.measured(AVERAGE)
     assert "activations" not in report.answer
     assert report.peak.categories["parameters"] >= 2 * report.peak.categories["gradients"] > 0
+
+
+def test_a_look_at_an_objects_attributes_makes_it_no_dictionary() -> None:
+    class Keeper:
+        def __init__(self) -> None:
+            self.model = torch.nn.Linear(2, 2)
+
+    keeper = Keeper()
+    before = gc.get_referents(keeper)
+    assert keeper.model in list(_with_members(keeper))
+    assert len(gc.get_referents(keeper)) == len(before)
 
 
 def test_graphs_are_counted_by_the_turns_of_their_loop_and_not_by_the_steps_inside_it(book: Notebook) -> None:

@@ -130,8 +130,8 @@ _LAST = "whole_batch"
 _GROWING = frozenset({"growth", "kept_graphs"})
 # A cause that another one explains better is not told twice.
 _COVERED = {
-    "model_built_again": (untrained.OF_THE_ONE_BEFORE,),
-    "optimizer_states": ("optimizer_history", untrained.OF_THE_ONE_BEFORE),
+    "model_built_again": ("optimizer_of_the_former",),
+    "optimizer_states": ("optimizer_history", "optimizer_of_the_former"),
     "growth": ("kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),

@@ -228,7 +228,7 @@ def _graphs_of(scene: Scene, spot: Spot) -> int:
     within = {number for number, birth in numbers if number >= 0 and birth < spans[number][1]}
     forwards = len(within) if spans else parts
     # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
-    steps = len(iterations) - (bool(turns) and len(iterations) == len(turns) + 1)
+    steps = len(iterations) - (len(turns) > 1 and len(iterations) == len(turns) + 1)
     return max(min(parts, forwards), steps, len(turns))
 
 

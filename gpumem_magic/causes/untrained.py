@@ -14,7 +14,6 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
-OF_THE_ONE_BEFORE = "optimizer_of_the_former"
 # Something in the program has them require gradients again: networks that are trained in turn.
 _UNFREEZES = re.compile(r"requires_grad(?:_\(\s*|\s*=\s*)(?!\s*False\b)|unfreeze")
 
@@ -79,7 +78,7 @@ def _of_the_one_before(scene: Scene, module: str, gradients: list[Held]) -> Caus
         if not weights or 10 * size_of(same) < 9 * size_of(gradients):
             continue
         return Cause(
-            OF_THE_ONE_BEFORE,
+            "optimizer_of_the_former",
             f"`{name}` steps the parameters of the model that was there before {quoted(module)}, and none trains "
             f"{quoted(module)}: {human(size_of(theirs))} of old parameters, with their states and gradients.",
             f"Make `{name}` anew from `{module}.parameters()`, behind the line that builds {quoted(module)}.",

@@ -6,13 +6,14 @@ A look keeps numbers and strings. Of the objects themselves only weak references
 
 from __future__ import annotations
 
+import gc
 import re
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_NEWLOCALS
 from itertools import chain, islice
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -29,6 +30,9 @@ ROW_LIMIT = 64
 """Tensors looked at in one variable after a statement; more only at the end of the cell."""
 END_LIMIT = 10_000
 _DEPTH = 3
+# Whether a class was made by a ``class`` statement (Py_TPFLAGS_HEAPTYPE, Include/object.h).
+_FLAGS: Any = vars(type)["__flags__"]
+_OF_PYTHON = 1 << 9
 _WORD = re.compile(r"[^\W\d]\w*")
 
 _Parameters = tuple[list[str], list[torch.Tensor]]
@@ -500,8 +504,10 @@ def _with_members(value: Any) -> Iterator[Any]:
         yield from islice(objects.members(value), ROW_LIMIT)
     elif objects.is_a(value, dict):
         yield from islice(dict.values(value), ROW_LIMIT)
-    elif not (objects.is_a(value, (type, ModuleType)) or tensors.is_module(value) or tensors.is_tensor(value)):
-        yield from islice(objects.attributes(value).values(), ROW_LIMIT)
+    elif _FLAGS.__get__(type(value)) & _OF_PYTHON and not (tensors.is_module(value) or objects.is_a(value, type)):
+        # (Whoever asks for its `__dict__` makes one: CPython keeps attributes without, from 3.11 on.)
+        for one in islice(gc.get_referents(value), ROW_LIMIT):
+            yield from islice(dict.values(one), ROW_LIMIT) if type(one) is dict else (one,)
 
 
 def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:
