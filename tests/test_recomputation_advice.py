@@ -76,6 +76,12 @@ class Switched(Stack):
 """
 
 
+@pytest.fixture(autouse=True)
+def _as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other work a compiled step takes longer than advice waits for it."""
+    monkeypatch.setattr("gpumem_magic.advice.advise._SECONDS", 3600)
+
+
 def advised(code: str) -> Advised:
     with notebook(CARD) as book:
         said = book.cell("%%gpumem --advise -o advice\n" + code)
