@@ -160,7 +160,7 @@ def test_a_budget_that_is_kept_says_nothing(book: Notebook) -> None:
 
 def test_a_peak_beyond_the_budget_fails_the_cell(book: Notebook) -> None:
     text = book.cell("%%gpumem -q --budget 50MiB\nx = mib(30)\ny = mib(60)\ndel y\ndone = True")
-    assert "BudgetExceeded: the peak was 90.0 MiB at y = mib(60), line 3, but the budget is 50.0 MiB" in text
+    assert "BudgetExceeded: the peak was 90.0 MiB at `y = mib(60)`, line 3, but the budget is 50.0 MiB" in text
     # A third of it: most is not held by anybody at the end.
     assert "; the largest part of the peak: inputs (90.0 MiB)" in text
     assert "; most is held by `z` (60.0 MiB)" in book.cell("%%gpumem -q --budget 50MiB\nz = mib(60)\ndel x")
