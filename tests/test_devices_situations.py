@@ -358,4 +358,4 @@ def test_a_context_that_grows_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     made.later = lambda: setattr(made.torch.gpus[0], "context", CONTEXT + 96 * MIB)
     report = measure(made, monkeypatch)
     assert [row.categories["context"] for row in report.checkpoints] == [CONTEXT, CONTEXT, *[CONTEXT + 96 * MIB] * 3]
-    assert any("context grew by 96.0 MiB in step 2" in note for note in report.notes)
+    assert any("context grew by 96.0 MiB in `step 2`" in note for note in report.notes)

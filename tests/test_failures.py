@@ -24,6 +24,8 @@ HANDED_ON = {
     ("virtual/engine/mismatch.py", "hosts"),
     # Says what was swallowed, and counts it.
     ("session/launches.py", "_say"),
+    # A callback's error is its own future's, as PyTorch has it.
+    ("virtual/torch_face/futures.py", "set_exception"),
     # What a trial ends with is its result.
     ("trials/one_run.py", "place"),
     ("trials/cell_ranks.py", "place"),
