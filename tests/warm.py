@@ -35,7 +35,10 @@ _folder = tempfile.TemporaryDirectory(prefix="gpumem-tests-")
 # What `gpumem run` and kernels load, beside what measuring a line of a program does.
 _LOADED = ("gpumem_magic.commands.run", "gpumem_magic.commands.shown_ranks", "ipykernel.kernelapp", "torch._dynamo")
 # Of the environment, what is read as they are loaded.
-_READ_EARLY = ("PYTHON", "OMP_", "MKL_", "KMP_", "TORCH", "PYTORCH", "LD_", "LC_", "LANG")
+_READ_EARLY = (
+    *("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "LC_", "LANG"),
+    *("TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+)
 _SEARCHED = "PYTHONPATH"
 _THREADS = "OMP_NUM_THREADS"
 _HANDED_ON = "GPUMEM_TESTS_EXECUTABLE"
