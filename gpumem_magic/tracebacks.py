@@ -29,7 +29,7 @@ def cut(error: _Error) -> _Error:
 
 def cut_below_c(error: _Error) -> _Error:
     """The error of a function in C, likewise, and without the frames of PyTorch's below the program's last: C++ leaves none."""
-    below = list(_entries(error.__traceback__))
+    below = list(entries(error.__traceback__))
     while below and _belongs(_module(below[-1]), _BELOW_OPERATORS):
         below.pop()
     return error.with_traceback(_without(error.__traceback__, _OURS, len(below)))
@@ -62,7 +62,7 @@ def leave_out_ours(error: BaseException) -> None:
         seen.add(id(one))
         behind += [cause_of(one), context_of(one)]
         trace = traceback_of(one)
-        last = next(reversed(list(_entries(trace))), None)
+        last = next(reversed(list(entries(trace))), None)
         if last is not None and (_is_hidden(last) or not _belongs(_module(last), _OURS)):
             BaseException.with_traceback(one, _without(trace, _OURS))
 
@@ -87,7 +87,7 @@ def _only_inside(error: BaseException | None) -> bool:
 def _without(trace: TracebackType | None, packages: tuple[str, ...], most: int | None = None) -> TracebackType | None:
     shortened: TracebackType | None = None
     left_out = False
-    for entry in reversed(list(_entries(trace))[:most]):
+    for entry in reversed(list(entries(trace))[:most]):
         module = _module(entry)
         # Frames of contextlib are ours where they carry a context manager of ours.
         left_out = _belongs(module, packages) or (left_out and module == "contextlib")
@@ -100,7 +100,8 @@ def _belongs(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
-def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+def entries(trace: TracebackType | None) -> Iterator[TracebackType]:
+    """Those of a traceback, outermost first."""
     while trace is not None:
         yield trace
         trace = trace.tb_next

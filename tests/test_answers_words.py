@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 from collections.abc import Iterator
 
@@ -195,6 +196,13 @@ def test_a_look_at_an_objects_attributes_makes_it_no_dictionary() -> None:
     before = gc.get_referents(keeper)
     assert keeper.model in list(_with_members(keeper))
     assert len(gc.get_referents(keeper)) == len(before)
+
+
+def test_a_replay_buffer_is_not_listed_after_every_line() -> None:
+    class Buffer(collections.deque[int]):
+        pass
+
+    assert list(map(type, _with_members(Buffer(range(9))))) == [Buffer]
 
 
 def test_graphs_are_counted_by_the_turns_of_their_loop_and_not_by_the_steps_inside_it(book: Notebook) -> None:

@@ -26,6 +26,11 @@ MIB = 1 << 20
 WORKSPACE = 8519680
 
 
+of_many_processes = pytest.mark.skipif(
+    not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed"
+)
+
+
 @pytest.fixture(autouse=True)
 def machine() -> Iterator[gpu.VirtualMachine]:
     yield gpu.turn_on("A100-40GB")
@@ -533,10 +538,9 @@ def test_pytorchs_memory_timeline_says_what_to_use_instead(tmp_path: Path) -> No
     assert not list(tmp_path.iterdir())
 
 
+@of_many_processes
 @pytest.mark.parametrize("view", [False, True])
 def test_distributed_data_parallel_with_one_process(view: bool) -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this PyTorch has no torch.distributed")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         layers = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 256, bias=False)).cuda()
@@ -564,10 +568,9 @@ def test_distributed_data_parallel_with_one_process(view: bool) -> None:
         torch.distributed.destroy_process_group()
 
 
+@of_many_processes
 def test_callbacks_of_what_nccl_sends_multiply_on_streams_of_their_own() -> None:
     """As the H100 of `ddp_hooks_and_views` has it: a workspace of cuBLAS for each of PowerSGD's callbacks that multiplies."""
-    if not torch.distributed.is_available():
-        pytest.skip("this PyTorch has no torch.distributed")
     torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         x, main, told = rand(256, 256), torch.cuda.current_stream(), []
@@ -591,9 +594,8 @@ def test_callbacks_of_what_nccl_sends_multiply_on_streams_of_their_own() -> None
         torch.distributed.destroy_process_group()
 
 
+@of_many_processes
 def test_what_processes_exchange_costs_nothing_and_draws_nothing() -> None:
-    if not torch.distributed.is_available():
-        pytest.skip("this PyTorch has no torch.distributed")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         x, parts, state = rand(256), [rand(256)], random.getstate()

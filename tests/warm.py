@@ -3,7 +3,8 @@ seconds of imports.
 
 `executable()` stands for `sys.executable`. What is run finds its own `__main__`, folder, environment, input and output, and ends
 as Python ends it. Where a command has options of Python's, or an environment that Python or PyTorch read as they are loaded, a
-new Python runs it after all. For tests whose subject is not how a process starts.
+new Python runs it after all. For tests whose subject is not how a process starts. (The processes of multiprocessing's server of
+forks run functions of the process that asks: launchers and Jupyter start a command.)
 """
 
 from __future__ import annotations
@@ -36,8 +37,17 @@ _folder = tempfile.TemporaryDirectory(prefix="gpumem-tests-")
 _LOADED = ("gpumem_magic.commands.run", "gpumem_magic.commands.shown_ranks", "ipykernel.kernelapp", "torch._dynamo")
 # Of the environment, what is read as they are loaded.
 _READ_EARLY = (
-    *("PYTHON", "OMP_", "MKL_", "KMP_", "LD_", "LC_", "LANG"),
-    *("TORCH_", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_"),
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "LD_",
+    "LC_",
+    "LANG",
+    "TORCH_",
+    "PYTORCH_",
+    "TORCHDYNAMO_",
+    "TORCHINDUCTOR_",
 )
 _SEARCHED = "PYTHONPATH"
 _THREADS = "OMP_NUM_THREADS"
@@ -50,7 +60,7 @@ def executable() -> str:
     if not sys.platform.startswith("linux"):
         return sys.executable
     name = f"gpumem-tests-{os.getpid()}"
-    _start(name)
+    _servers.append(_started(name))
     file = Path(_folder.name, "python")
     words = (sys.executable, "-S", "-E", str(HERE / "warm_client.py"), name)
     file.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n', encoding="utf-8")
@@ -64,21 +74,22 @@ def in_place_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", executable())
 
 
-def _start(name: str) -> None:
-    global _server
+# Kept, and with it the other end of its input.
+_servers: list[subprocess.Popen[bytes]] = []
+
+
+def _started(name: str) -> subprocess.Popen[bytes]:
+    """A server that listens. It ends when nobody holds the other end of its input any more."""
     begins = "import sys; sys.path.insert(0, sys.argv[1]); import warm; warm.main(sys.argv[2])"
-    _server = subprocess.Popen(
+    server = subprocess.Popen(
         [sys.executable, "-c", begins, str(HERE), name],
-        # It ends when this process does, which holds the other end of its input.
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    assert _server.stdout is not None
-    assert _server.stdout.readline() == b"ready\n"
-
-
-_server: subprocess.Popen[bytes] | None = None
+    assert server.stdout is not None
+    assert server.stdout.readline() == b"ready\n"
+    return server
 
 
 def main(name: str) -> None:
@@ -170,7 +181,7 @@ def _tell_the_ended(clients: dict[int, socket.socket], waiting: selectors.BaseSe
         if not process:
             return
         connection = clients.pop(process)
-        if connection in {key.fileobj for key in waiting.get_map().values()}:
+        if connection in waiting.get_map():
             waiting.unregister(connection)
         with suppress(OSError):
             connection.sendall(b"%d\n" % status)

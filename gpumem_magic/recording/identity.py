@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import re
 import weakref
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import CO_NEWLOCALS
 from itertools import chain, islice
@@ -25,6 +25,7 @@ from gpumem_magic.looks.sharding import waiting_gradients
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
 from gpumem_magic.recording.model import Moment, Sighting
+from gpumem_magic.tracebacks import entries
 
 ROW_LIMIT = 64
 """Tensors looked at in one variable after a statement; more only at the end of the cell."""
@@ -33,6 +34,9 @@ _DEPTH = 3
 # Whether a class was made by a ``class`` statement (Py_TPFLAGS_HEAPTYPE, Include/object.h).
 _FLAGS: Any = vars(type)["__flags__"]
 _OF_PYTHON = 1 << 9
+# But these: all that they hold would be listed after every line that names them, of a replay buffer a million. (From 3.12 on a
+# deque's class has the flag, too.)
+_NOT_OPENED = (type, set, frozenset, deque)
 _WORD = re.compile(r"[^\W\d]\w*")
 
 _Parameters = tuple[list[str], list[torch.Tensor]]
@@ -473,12 +477,10 @@ def _add_new(found: dict[int, Named], names: Sequence[str], parameters: Sequence
 
 def _left_by(error: BaseException) -> Iterator[FrameType]:
     """The frames of the program's own functions on an error's way. What stands outside of functions has the cell's variables."""
-    traceback = objects.traceback_of(error)
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
+    for one in entries(objects.traceback_of(error)):
+        code = one.tb_frame.f_code
         if code.co_flags & CO_NEWLOCALS and whose(code.co_filename) == OWN:
-            yield traceback.tb_frame
-        traceback = traceback.tb_next
+            yield one.tb_frame
 
 
 def _arguments(module: torch.nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
@@ -504,7 +506,9 @@ def _with_members(value: Any) -> Iterator[Any]:
         yield from islice(objects.members(value), ROW_LIMIT)
     elif objects.is_a(value, dict):
         yield from islice(dict.values(value), ROW_LIMIT)
-    elif _FLAGS.__get__(type(value)) & _OF_PYTHON and not (tensors.is_module(value) or objects.is_a(value, type)):
+    elif _FLAGS.__get__(type(value)) & _OF_PYTHON and not (
+        tensors.is_module(value) or objects.is_a(value, _NOT_OPENED)
+    ):
         # (Whoever asks for its `__dict__` makes one: CPython keeps attributes without, from 3.11 on.)
         for one in islice(gc.get_referents(value), ROW_LIMIT):
             yield from islice(dict.values(one), ROW_LIMIT) if type(one) is dict else (one,)

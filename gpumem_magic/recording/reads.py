@@ -24,6 +24,7 @@ from gpumem_magic.looks.decisions import (
 )
 from gpumem_magic.looks.objects import message_of, name_of_class, traceback_of
 from gpumem_magic.recording.model import StandIn
+from gpumem_magic.tracebacks import entries
 
 _Line = tuple[str, int]
 
@@ -71,13 +72,9 @@ class ReadsWithin:
 
 def _raised_in(error: BaseException | None) -> tuple[_Line, ...]:
     """The lines, outermost first, through which an error went that may come of a value."""
-    found: list[_Line] = []
-    if error is not None and may_be_of_a_value(name_of_class(type(error)), message_of(error)):
-        trace = traceback_of(error)
-        while trace is not None:
-            found.append((trace.tb_frame.f_code.co_filename, trace.tb_lineno or 0))
-            trace = trace.tb_next
-    return tuple(found)
+    if error is None or not may_be_of_a_value(name_of_class(type(error)), message_of(error)):
+        return ()
+    return tuple((one.tb_frame.f_code.co_filename, one.tb_lineno or 0) for one in entries(traceback_of(error)))
 
 
 def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line]) -> bool:

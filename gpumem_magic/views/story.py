@@ -18,8 +18,9 @@ _MOST_NOTES = 3
 _MOST_GROUPS, _MOST_SHOWN = 5, 8
 # So many words are read at a glance; what follows a part of a sentence begins one of its own.
 _LEAD = 25
-_BRACKETS = re.compile(r"\((?:[^()]|\([^()]*\))*\)")
-_PARTS = re.compile(r"[;:] (?=[0-9x])| (?=\(largest(?:[^()]|\([^()]*\))*\)$)")
+_TO_THE_BRACKET = r"(?:[^()]|\([^()]*\))*\)"
+_BRACKETS = re.compile(rf"\({_TO_THE_BRACKET}")
+_PARTS = re.compile(rf"[;:] (?=[0-9x])| (?=\(largest{_TO_THE_BRACKET}$)")
 # A sentence that says where it failed; the next says why.
 _FAILED = re.compile(r"(Out of memory|\w+(Error|Exception|Interrupt)\b)[^.:]*$")
 # Of the others so many categories are named.

@@ -10,26 +10,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict, deque
+from dataclasses import asdict, fields
 from typing import Any
 
+from gpumem_magic.allocator.statistics import Gauge
 
-class _Stat:
-    """A number that grows and shrinks, with its history."""
-
-    def __init__(self) -> None:
-        self.current = self.peak = self.allocated = self.freed = 0
-
-    def increase(self, amount: int) -> None:
-        self.current += amount
-        self.allocated += amount
-        self.peak = max(self.peak, self.current)
-
-    def decrease(self, amount: int) -> None:
-        self.current -= amount
-        self.freed += amount
-
-
-_NAMES = ("current", "peak", "allocated", "freed")
+_METRICS = tuple(metric.name for metric in fields(Gauge))
 
 
 class HostBlocks:
@@ -37,8 +23,8 @@ class HostBlocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._allocations, self._allocated_bytes = _Stat(), _Stat()
-        self._active: defaultdict[int, _Stat] = defaultdict(_Stat)
+        self._allocations, self._allocated_bytes = Gauge(), Gauge()
+        self._active: defaultdict[int, Gauge] = defaultdict(Gauge)
         """How many blocks of each size are in use."""
         self._cached: Counter[int] = Counter()
         self._given_back: deque[int] = deque()
@@ -78,13 +64,13 @@ class HostBlocks:
             return {
                 "num_host_alloc": created,
                 "num_host_free": freed,
-                "allocations": {name: getattr(self._allocations, name) for name in _NAMES},
-                "allocated_bytes": {name: getattr(self._allocated_bytes, name) for name in _NAMES},
+                "allocations": asdict(self._allocations),
+                "allocated_bytes": asdict(self._allocated_bytes),
                 "active_requests": {
-                    name: sum(getattr(stat, name) for stat in self._active.values()) for name in _NAMES
+                    name: sum(getattr(stat, name) for stat in self._active.values()) for name in _METRICS
                 },
                 "active_bytes": {
-                    name: sum(size * getattr(stat, name) for size, stat in self._active.items()) for name in _NAMES
+                    name: sum(size * getattr(stat, name) for size, stat in self._active.items()) for name in _METRICS
                 },
                 "host_alloc_time": _no_time(created),
                 "host_free_time": _no_time(freed),
@@ -98,7 +84,7 @@ class HostBlocks:
         for stat in self._stats():
             stat.allocated = stat.freed = 0
 
-    def _stats(self) -> list[_Stat]:
+    def _stats(self) -> list[Gauge]:
         with self._lock:
             self._settle()
             return [self._allocations, self._allocated_bytes, *self._active.values()]
