@@ -304,3 +304,17 @@ def test_a_bias_is_added_out_of_place_under_a_dispatch_mode() -> None:
     assert made(lambda: layer(x)) == [copied, product]
     with Watching():
         assert made(lambda: layer(x)) == [copied, product, product]
+
+
+def test_a_mean_with_smoothed_labels_is_divided_by_the_weights_of_those_that_count() -> None:
+    x = torch.zeros(6, 2, device="cuda")
+    labels = torch.tensor([0, 1, 0, 1, 1, 1]).cuda()
+    weight = torch.ones(2, device="cuda")
+    one, each = 4, 6 * 4
+    loss = [x.nbytes, one, one, x.nbytes, each, each]
+    counted = made(lambda: labels.masked_select(labels != 0))[1:]
+    assert counted[-1] == 4 * 8
+    found = made(lambda: F.cross_entropy(x, labels, weight, ignore_index=0, label_smoothing=0.1))
+    assert found == [*loss, 6, 6, *counted, 4 * 4, *[one] * 6]
+    # Without weights it is a mean.
+    assert len(made(lambda: F.cross_entropy(x, labels, ignore_index=0, label_smoothing=0.1))) < len(found)

@@ -38,6 +38,16 @@ def test_three_dimensions_with_channels_last_are_enlarged_plainly() -> None:
     assert made(lambda: F.interpolate(x, scale_factor=2)) == [x.nbytes * 8, x.nbytes * 8, x.nbytes]
 
 
+def test_gradients_of_volumes_with_channels_last_are_worked_out_plainly() -> None:
+    x = torch.zeros(1, 3, 4, 4, 4, device="cuda").to(memory_format=torch.channels_last_3d).requires_grad_()
+    small, large = x.nbytes, 8 * x.nbytes
+    smooth = F.interpolate(x, scale_factor=2, mode="trilinear")
+    assert smooth.is_contiguous(memory_format=torch.channels_last_3d)
+    assert made(lambda: torch.autograd.grad(smooth, x, torch.ones_like(smooth)))[1:] == [small, large, small]
+    nearest = F.interpolate(x, scale_factor=2, mode="nearest")
+    assert made(lambda: torch.autograd.grad(nearest, x, torch.ones_like(nearest)))[1:] == [small, large]
+
+
 @pytest.mark.parametrize("channels", [3, 4])
 def test_two_dimensions_have_a_kernel_for_four_channels_last(channels: int) -> None:
     x = torch.zeros(2, channels, 16, 16, device="cuda").to(memory_format=torch.channels_last)

@@ -38,10 +38,19 @@ ONE_CODE, CODES = [1, 1], [1]
 
 
 def test_an_inverse_is_solved_for_in_place_beside_its_factors() -> None:
-    # The result and a code; factors and pivots; the permutation; and the result once more, to be put in order.
-    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, BYTES, 4, BYTES, 400, 800, BYTES, *ONE_CODE]
+    # The result and a code; factors and pivots; the permutation, whose inverse comes from its places; the ordered copy is there
+    # before it is solved. (The matrix itself is the first.)
+    inverse = [BYTES, 4, BYTES, 400, 800, 800, 800, BYTES, *ONE_CODE]
+    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, *inverse]
+    assert made(lambda: linalg.inv(matrix(100, 100).mT)) == [BYTES, *inverse]
     assert scratch(lambda: linalg.inv(torch.zeros(1000, 1000, device="cuda"))) >= 2 * 4_000_000
-    # In columns: the permutation's inverse comes from its places; the ordered copy is there before it is solved.
+
+
+def test_earlier_versions_solve_the_transposed_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = gpu.current().engine
+    monkeypatch.setattr(engine.memory, "torch_version", lambda device: (2, 8))
+    # The permutation, and the result once more, to be put in order.
+    assert made(lambda: linalg.inv(matrix(100, 100))) == [BYTES, BYTES, 4, BYTES, 400, 800, BYTES, *ONE_CODE]
     turned = made(lambda: linalg.inv(matrix(100, 100).mT))
     assert turned == [BYTES, BYTES, 4, BYTES, 400, 800, 800, 800, BYTES, *ONE_CODE]
 
@@ -51,7 +60,8 @@ def test_many_are_told_by_their_addresses() -> None:
     # cuBLAS factorizes them; of the first permutation each gets its own; eight or fewer of 64 and more are solved one by one.
     factors = [3 * BYTES, 1200, 12, 24, *CODES]
     assert made(lambda: linalg.lu_factor(many)) == factors
-    assert made(lambda: linalg.inv(many)) == [3 * BYTES, 12, 3 * BYTES, 1200, 24, 800, 2400, 3 * BYTES, *CODES]
+    order = [800, 2400, 800, 2400, 3 * BYTES]
+    assert made(lambda: linalg.inv(many)) == [3 * BYTES, 12, 3 * BYTES, 1200, 24, *order, *CODES]
     # MAGMA factorizes more of them, from 129 rows on, and those that are not square.
     assert made(lambda: linalg.lu_factor(matrix(17, 100, 100)))[1:] == [17 * BYTES, 17 * 400, 17 * 4, *CODES]
     assert made(lambda: linalg.lu_factor(matrix(3, 129, 129)))[2:] == [3 * 129 * 4, 12, *CODES]
@@ -63,12 +73,13 @@ def test_many_are_told_by_their_addresses() -> None:
     [
         (8, 4, 1, [8, 8]),  # cuBLAS
         (32, 100, 2, [4]),  # cuSOLVER
-        (33, 70, 1, [4]),  # the same, since the matrix is transposed
+        # By triangles: a permutation and its inverse, a copy of the right-hand side.
+        (33, 70, 1, [33 * 8] * 3 + [33 * 70 * 4] + [8] * 4),
         (33, 8, 3, [24, 24]),  # cuBLAS
         (100, 2, 2, [4]),
         (100, 2, 3, [24, 24]),
-        (100, 3, 1, [800, 1200]),  # by triangles: a permutation, a copy of the right-hand side
-        (33, 9, 3, [33 * 8, 3 * 33 * 8, 24, 24, 24, 24, 3 * 33 * 9 * 4]),
+        (100, 3, 1, [800, 800, 800, 1200]),
+        (33, 9, 3, [33 * 8, 3 * 33 * 8] * 2 + [3 * 33 * 9 * 4] + [24] * 4),
     ],
 )
 def test_the_way_to_solve_follows_from_the_sizes(size: int, width: int, batch: int, beside: list[int]) -> None:
@@ -85,7 +96,7 @@ def test_one_matrix_for_many_right_hand_sides_is_spread() -> None:
     right = matrix(3, 100, 3)
     order = [800, 2400, 800, 2400, right.nbytes]
     assert made(lambda: linalg.solve(matrix(100, 100), right))[1:] == [
-        right.nbytes, BYTES, 400, 4, *spread, 800, 2400, right.nbytes, *ONE_CODE,
+        right.nbytes, BYTES, 400, 4, *spread, *order, *ONE_CODE,
     ]  # fmt: skip
     assert made(lambda: linalg.lu_solve(factors, pivots, right)) == [right.nbytes, *spread, *order]
     assert made(lambda: linalg.solve_triangular(matrix(100, 100).expand(3, -1, -1), right, upper=True))[1:] == [

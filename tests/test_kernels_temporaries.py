@@ -179,3 +179,12 @@ def test_the_report_knows_them_as_memory_of_the_backward_pass() -> None:
     peak = measured.report.peak.categories
     assert peak["unknown"] == 0
     assert (peak["activation_gradients"] or 0) + (peak["temporaries"] or 0) >= 8192 * 64 * 4
+
+
+def test_weights_in_eight_bits_are_multiplied_in_float32() -> None:
+    weight = torch.ones(64, 1024, dtype=torch.int8, device="cuda")
+    rows = torch.zeros(16, 1024, dtype=torch.bfloat16, device="cuda")
+    factors = torch.ones(64, dtype=torch.bfloat16, device="cuda")
+    product = 16 * 64
+    assert made(lambda: torch._weight_int8pack_mm(rows, weight, factors)) == [2 * rows.nbytes, 256, 4 * product, 2 * product]
+    assert made(lambda: torch._weight_int8pack_mm(rows.float(), weight, factors.float()))[2:] == [4 * product]

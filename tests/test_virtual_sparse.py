@@ -369,3 +369,75 @@ def test_a_compressed_tensor_brings_its_values_first() -> None:
     rows = torch.eye(8).to_sparse_csr()
     # Eight elements, where the rows begin, the columns.
     assert made(lambda: rows.to("cuda")) == [8 * 4, 9 * 8, 8 * 8]
+
+
+# A number of a place has eight bytes, a value four.
+HALF_FULL = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 1, 0]])
+
+
+def half_full() -> torch.Tensor:
+    return HALF_FULL.float().cuda()
+
+
+def test_a_transposed_tensor_is_a_clone_whose_places_change_by_way_of_a_third_list() -> None:
+    a = half_full().to_sparse()
+    assert made(lambda: a.t()) == [4 * 4, 4 * 2 * 8, 4 * 8]
+
+
+def test_of_a_compressed_matrix_with_other_values_the_places_come_last_first() -> None:
+    a = half_full().to_sparse_csr()
+    assert made(lambda: a.neg()) == [4 * 4, 4 * 8, (3 + 1) * 8]
+
+
+def test_a_dense_matrix_is_looked_through_twice_where_it_is_compressed() -> None:
+    a = half_full()
+    # What is there, counted and listed by rows and columns, which stays; where each row begins; the same in one line; values.
+    counted, listed = 4, made(lambda: a.ne(0).nonzero())[-1]
+    by_rows = made(lambda: a.to_sparse_csr())
+    mask, in_rows, in_line = 12, 4 * 2 * 8, 4 * 8
+    assert by_rows == [
+        mask, counted, 1, in_rows, listed, (3 + 1) * 8, counted, 1, in_line, listed, 4 * 4,
+    ]  # fmt: skip
+    # By columns the mask and the matrix are turned first.
+    by_columns = made(lambda: a.to_sparse_csc())
+    assert by_columns == [
+        mask, mask, counted, 1, in_rows, listed, (4 + 1) * 8, mask, counted, 1, in_line, listed, a.nbytes, 4 * 4,
+    ]  # fmt: skip
+
+
+def test_a_coordinate_tensor_by_rows_shares_its_values() -> None:
+    a = half_full().to_sparse()
+    assert made(lambda: a.to_sparse_csr()) == [(3 + 1) * 8]
+    assert made(lambda: a.to_sparse_csr().to_sparse()) == [(3 + 1) * 8, 4 * 2 * 8]
+
+
+def test_rows_become_columns_by_sorting_the_places() -> None:
+    a = half_full().to_sparse_csr()
+    numbers = 4 * 8
+    sorts = made(lambda: torch.zeros(4, dtype=torch.int64, device="cuda").sort())[1:]
+    scan = made(lambda: torch.ones(1, dtype=torch.int64, device="cuda").cumsum(0))[-1]
+    # An offset; where rows begin; both numbers of each place, and what comes of them; one number for each, sorted; then the
+    # result, of which where columns begin is made twice.
+    assert made(lambda: a.to_sparse_csc()) == [
+        8, 8, scan, 3 * 8, 4 * 8, 2 * numbers, numbers, numbers, numbers, *sorts, 2 * numbers, 4 * 4, 5 * 8, 5 * 8, 4 * 8,
+    ]  # fmt: skip
+
+
+def test_the_gradient_through_columns_is_worked_out_by_rows() -> None:
+    a, x = half_full().to_sparse_csr(), torch.zeros(4, 2, device="cuda", requires_grad=True)
+    y = a @ x
+    gradient = torch.ones_like(y)
+    rows = made(lambda: a.to_sparse_csc())
+    x_and_zeros = [x.nbytes, x.nbytes]
+    assert made(lambda: torch.autograd.grad(y, x, gradient))[: len(rows) + 2] == [*rows, *x_and_zeros]
+
+
+def test_blocks_are_not_taken_apart_into_rows() -> None:
+    blocks = torch.eye(4, device="cuda").to_sparse_bsr((2, 2))
+    with pytest.raises(RuntimeError, match="expected SparseCsr or SparseCsc layout but got SparseBsr"):
+        blocks.to_sparse_csr()
+
+
+def test_conjugates_keep_their_places() -> None:
+    a = half_full().to(torch.complex64).to_sparse()
+    assert made(lambda: torch.conj_physical(a)) == [4 * 8, 4 * 2 * 8]

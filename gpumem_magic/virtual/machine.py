@@ -13,6 +13,7 @@ import torch.utils._device
 
 import gpumem_magic.virtual.operators.attention_gradients
 import gpumem_magic.virtual.operators.compressed
+import gpumem_magic.virtual.operators.compressing
 import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.cudnn_attention

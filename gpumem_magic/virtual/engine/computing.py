@@ -81,6 +81,9 @@ class ComputingEngine(Engine):
         first = next(leaf for leaf in leaves(self._ahead[1]) if isinstance(leaf, torch.Tensor))
         if first.layout is not torch.strided:
             return int(first._nnz())
+        if operator == "coalesce":
+            # (On the way to a dense result, which does not tell.)
+            return largest
         return int(first.shape[self._along]) if first.dim() else 1
 
     def twin_of(self, storage: Any) -> Any:

@@ -191,6 +191,57 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     return product + bias if has_others(engine_of(input).mode) else product.add_(bias)
 
 
+_MEAN = 1
+
+
+def cross_entropy_loss(
+    self: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """A mean with smoothed labels is divided by the weights of the classes that count, which are selected (``LossNLL.cpp``). For
+    subclasses of tensors C++ looks up a weight for every label, and puts zeros in."""
+    usual = torch._C.DispatchKey.CompositeImplicitAutograd
+    if (
+        weight is None
+        or not label_smoothing
+        or reduction != _MEAN
+        or self.shape == target.shape
+        or not isinstance(self, VirtualTensor)
+        or has_others(engine_of(self).mode)
+    ):
+        return _aten.cross_entropy_loss.default._op_dk(  # type: ignore[no-any-return]
+            usual, self, target, weight, reduction, ignore_index, label_smoothing
+        )
+    classes = 0 if self.dim() == 1 else 1
+    logarithms = torch.log_softmax(self, classes)
+    loss = F.nll_loss(logarithms, target, weight, ignore_index=ignore_index)
+    spread = weight.view([-1 if place == classes else 1 for place in range(self.dim())])
+    weighted = logarithms * spread
+    sums = weighted.sum(classes)
+    smooth = -sums
+    # C++ lets go of the last first.
+    del sums, weighted
+    ignored = target == ignore_index
+    smooth.masked_fill_(ignored, 0.0)
+    counted = ~ignored
+    labels = target.masked_select(counted).flatten()
+    weights = weight.gather(0, labels)
+    divisor = weights.sum()
+    total = smooth.sum()
+    mean = total / divisor
+    del total, divisor, weights, labels, counted
+    # (What is made in one expression is made from right to left.)
+    of_all = mean * (label_smoothing / self.shape[classes])
+    of_labels = (1 - label_smoothing) * loss
+    result = of_labels + of_all
+    del of_labels, of_all, mean, smooth, loss
+    return result
+
+
 def cumprod_backward(grad: torch.Tensor, input: torch.Tensor, dim: int, output: torch.Tensor) -> torch.Tensor:
     """The short way that there is without zeros (``FunctionsManual.cpp``), which values that are not known count as, or what is
     before, at and behind the first zero; with a graph the products that leave out one after another. C++ takes other ways for
@@ -368,6 +419,7 @@ def version_of(tensor: VirtualTensor) -> tuple[int, int]:
 
 _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.cosine_similarity.default: cosine_similarity,
+    _aten.cross_entropy_loss.default: cross_entropy_loss,
     _aten.linalg_svdvals.default: singular_values,
     _aten.linalg_eigvalsh.default: eigenvalues,
     _aten.linalg_eigvals.default: eigenvalues_of_any,

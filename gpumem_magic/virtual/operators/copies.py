@@ -63,7 +63,8 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
             *overloads(
                 "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
             ),
-            *overloads("upsample_bicubic2d_backward upsample_trilinear3d_backward _upsample_bilinear2d_aa_backward"),
+            *overloads("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward"),
+            *overloads("upsample_nearest3d_backward _upsample_nearest_exact3d_backward"),
         ),
         (0,),
     ),
@@ -286,6 +287,12 @@ def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 @special(*_SMOOTHED, table=BESIDE)
 def _smoothed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return copies_of(out, args[0])
+
+
+@special(_aten.upsample_trilinear3d_backward.default, table=BESIDE)
+def _smoothed_volume(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    """A plain gradient that comes, and a plain one that goes (``UpSampleTrilinear3d.cu``; an H100 with 2.11)."""
+    return copies_of(args[0], out)
 
 
 @special(_aten.im2col.default, _aten.col2im.default)

@@ -78,8 +78,9 @@ _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("_log_softmax_backward_data _softmax_backward_data", (in_one_piece,)),
     # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``).
     ("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", (in_one_piece,)),
-    # The output's options have the input's memory format; PyTorch's rule has so from 16 channels on only (``UpSample.h``).
-    ("upsample_bilinear2d", (as_an_image(0),)),
+    # The output's options have the input's memory format; PyTorch's rule has so from 16 channels on only (``UpSample.h``,
+    # ``UpSampleTrilinear3d.cpp``).
+    ("upsample_bilinear2d upsample_trilinear3d", (as_an_image(0),)),
     # `empty_like` in the format that the gradient suggests (``Dropout.cu``).
     ("native_dropout_backward", (as_an_image(0),)),
     ("hardswish_backward hardtanh_backward logit_backward", (number_by_number(0, 1),)),

@@ -32,6 +32,9 @@ _SVD_DRIVERS = "gesvdj", "gesvd", "gesvda"
 _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
+# Solving factorized the transposed matrix before, which needs no copy (`_linalg_solve_ex_out` in ``BatchLinearAlgebra.cpp``). So
+# does 2.8; an H100 with 2.11 does not, nor 2.13 (pull request 154983). Of 2.9 and 2.10 it is not known.
+_SOLVED_AS_IT_IS_FROM = (2, 9)
 # (2.10 can, but may still take MAGMA.)
 _EIG_BY_CUSOLVER_FROM = (2, 11)
 
@@ -151,9 +154,10 @@ def _permutation(engine: Engine, device: int, size: int, batch: int) -> ExitStac
     return held
 
 
-def _is_solved_transposed(matrices: Any) -> bool:
-    """Whether the transposed matrix is factorized, which needs no copy."""
-    return bool(matrices.is_contiguous() and not matrices.is_complex())
+def _is_solved_transposed(engine: Engine, matrices: Any, device: int) -> bool:
+    """Whether the transposed matrix is factorized."""
+    older = engine.memory.torch_version(device) < _SOLVED_AS_IT_IS_FROM
+    return bool(older and matrices.is_contiguous() and not matrices.is_complex())
 
 
 @special(_aten.linalg_lu_factor_ex.default, table=BESIDE)
@@ -212,7 +216,13 @@ def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
         copied, result = bytes_of(result), result.unsqueeze(-1)
     left = kwargs.get("left", True)
     with engine.scratch(device, copied):
-        _solve(engine, device, out[1], (result if left else result.mT).shape, _is_solved_transposed(matrices) == left)
+        _solve(
+            engine,
+            device,
+            out[1],
+            (result if left else result.mT).shape,
+            _is_solved_transposed(engine, matrices, device) == left,
+        )
     return ()
 
 
@@ -223,7 +233,7 @@ def _inverse(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         return ()
     with engine.scratch(device, bytes_of(matrices), matrices[..., 0].numel() * _PIVOT):
         _factorize(engine, device, matrices)
-        _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(matrices))
+        _solve(engine, device, matrices, matrices.shape, _is_solved_transposed(engine, matrices, device))
     return ()
 
 

@@ -130,7 +130,7 @@ def _same_places(*, indices: bool, coalesced: bool | None = None) -> Callable[..
 _sparse(
     *overloads("""
     neg abs sqrt sin sinh tan tanh asin atan expm1 log1p sgn sign relu isnan isinf floor ceil round trunc erf rad2deg deg2rad
-    pow.Tensor_Scalar
+    pow.Tensor_Scalar _conj_physical
 """)
 )(_same_places(indices=True))
 _scaled = _same_places(indices=False)
@@ -216,7 +216,20 @@ def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 # ---- the same elements at other places
 
 
-@_sparse(_aten.t.default, _aten.transpose.int, _aten.permute.default, _aten.unsqueeze.default)
+@_sparse(_aten.t.default, _aten.transpose.int)
+def _turned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A clone, in which two lists of places change their places by way of a third (`sparse_transpose_` in
+    ``TensorShape.cpp``)."""
+    source = args[0]
+    shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
+    old = parts(engine, source)
+    values = _copy(engine, old.values, device)
+    indices = _copy(engine, old.indices, device)
+    with engine.scratch(device, old.elements * _INDEX_BYTES):
+        return join(indices, values, shape, False)
+
+
+@_sparse(_aten.permute.default, _aten.unsqueeze.default)
 def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
@@ -244,6 +257,8 @@ def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         values = _placed(engine, (count, *old.values.shape[1:]), source.dtype, device)
         shape = (old.dims, count)
         indices = _placed(engine, shape, torch.int64, device) if old.dims > 1 else numbers.resize_(shape)
+    del numbers
+    engine.table.drain()
     return join(indices, values, source.shape, True)
 
 
@@ -352,7 +367,10 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
         with engine.scratch(device, 4 * elements, result.nbytes):
             columns = shape[1] if len(shape) > 1 else 1
             hold_for_cusparse(engine, device, cusparse.by_coordinates(elements, columns, left.dtype))
+    del ordered
+    engine.table.drain()
     del added
+    engine.table.drain()
     return result
 
 

@@ -18,6 +18,8 @@ A number to the power of a tensor comes to the device in a tensor of its own (``
 
 A condition of bytes is made one of flags (`where_self_out` in ``TensorCompare.cpp``), a copy beside the result.
 
+A product with weights in eight bits is worked out in float32 (``int8mm.cu``; an H100 with 2.11): rows, factors and result.
+
 What other kernels that sort take is in `sorting`, copies into another layout are in `copies`, convolutions in `convolutions`.
 """
 
@@ -166,6 +168,17 @@ def _where(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     with pushed(engine.mode):
         flags = args[0].bool()
     return engine.run(func, (flags, *args[1:]), kwargs, device)
+
+
+@special(_aten._weight_int8pack_mm.default)
+def _product_in_eight_bits(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    rows, weight, factors = args
+    wide = torch.float32
+    with engine.scratch(device, *(one.numel() * wide.itemsize for one in (rows, factors) if one.dtype != wide)):
+        if rows.dtype == wide:
+            return engine.run(func, args, kwargs, device)
+        with engine.scratch(device, rows.shape[0] * weight.shape[0] * wide.itemsize):
+            return engine.run(func, args, kwargs, device)
 
 
 _BILINEAR = _ZEROS = 0

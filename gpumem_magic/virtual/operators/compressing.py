@@ -1,0 +1,176 @@
+"""Changes of a sparse matrix's form on a virtual device: to and from compressed ones, and from rows to columns.
+
+After ``TensorConversions.cpp`` in ATen/native, as an H100 was asked with 2.11. What a batch of matrices takes meanwhile, and what
+the blocks of a dense one take, is not counted. What else is done with compressed ones is in `compressed`.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of
+from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, Engine, special
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.operators.compressed_parts import BY_ROWS, FLIPPED, IN_BLOCKS, made, parts
+from gpumem_magic.virtual.operators.cub import cub_of
+from gpumem_magic.virtual.operators.data_dependent import _blank, _placed, found_among
+from gpumem_magic.virtual.operators.sparse import join as join_coordinates
+from gpumem_magic.virtual.operators.sparse import parts as coordinates
+
+_INDEX = 8
+_COMPRESSING = overloads("_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc")
+_compressed = partial(special, table=COMPRESSED)
+
+
+def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The layout that is asked for, and the size of a block where it has some."""
+    name = func._schema.name.removeprefix("aten::_to_")
+    layout = kwargs.get("layout") or (torch.sparse_coo if name == "sparse" else getattr(torch, name))
+    return layout, tuple(kwargs.get("blocksize") or (args[1] if layout in IN_BLOCKS and len(args) > 1 else ()))
+
+
+@special(*_COMPRESSING)
+def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source, (layout, block) = args[0], _form_of(func, args, kwargs)
+    *batches, rows, columns = source.shape
+    by, host = block or (1, 1), values.exact(source)
+    if host is None:
+        count = engine.selected("to_sparse", rows * columns // math.prod(by))
+    else:
+        there = host.ne(0).reshape(-1, rows // by[0], by[0], columns // by[1], by[1]).any(-1).any(2)
+        count = int(there.sum()) // max(1, math.prod(batches))
+    if batches or block:
+        return made(engine, source.shape, source.dtype, layout, count, device, block)
+    return _by_places(engine, source, layout, count, device)
+
+
+def _by_places(engine: Engine, source: Any, layout: torch.layout, count: int, device: int) -> Any:
+    """`dense_to_sparse_compressed`: where something is, row by row or column by column, is looked for twice, the second time in
+    one line; the first list is kept for the columns (rows) in it."""
+    mask: Any = _blank(engine, tuple(source.shape), torch.bool, device)
+    numbers = source
+    if layout not in BY_ROWS:
+        mask, numbers = mask.t(), source.t()
+    with engine.scratch(device, source.numel()):
+        plain = found_among(engine, device, mask, count).select(1, 1)
+        compressed = _placed(engine, (mask.shape[0] + 1,), torch.int64, device)
+        in_line = _blank(engine, (mask.numel(),), torch.bool, device)
+        with engine.scratch(device, 0 if mask.is_contiguous() else mask.numel()):
+            places = found_among(engine, device, in_line, count)
+        with engine.scratch(device, 0 if numbers.is_contiguous() else bytes_of(numbers)):
+            chosen = _placed(engine, (count,), source.dtype, device)
+        del places
+        engine.table.drain()
+    return sparse_of((compressed, plain, chosen), source.shape, layout)
+
+
+@special(*_COMPRESSING, table=SPARSE)
+def _from_coordinates(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """By rows nothing but where each begins is new; columns are the rows of the transposed matrix, blocks come of either."""
+    source, (layout, block) = args[0], _form_of(func, args, kwargs)
+    by_rows = layout in BY_ROWS
+    summed = source if by_rows else source.transpose(0, 1)
+    summed = summed if summed.is_coalesced() else _aten._coalesce.default(summed)
+    old = coordinates(engine, summed)
+    compressed = _placed(engine, (summed.shape[0] + 1,), torch.int64, device)
+    plain = old.indices.select(0, 1)
+    elements = sparse_of(
+        (compressed, plain, old.values), source.shape, torch.sparse_csr if by_rows else torch.sparse_csc
+    )
+    return _in_blocks(engine, elements, layout, block, device) if block else elements
+
+
+@_compressed(*_COMPRESSING, _aten._to_sparse.default, _aten._to_sparse.sparse_dim)
+def _to_other_form(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source, (layout, block) = args[0], _form_of(func, args, kwargs)
+    if layout is torch.sparse_coo:
+        return _places_of(engine, source, device)
+    if layout is FLIPPED[source.layout]:
+        return flipped(engine, source, device)
+    if source.layout in IN_BLOCKS:
+        name = func._schema.name.removeprefix("aten::_to_")
+        its = {torch.sparse_bsr: "SparseBsr", torch.sparse_bsc: "SparseBsc"}[source.layout]
+        raise RuntimeError(f"sparse_compressed_to_{name}: expected SparseCsr or SparseCsc layout but got {its}")
+    return _in_blocks(engine, source, layout, block, device)
+
+
+def _in_blocks(engine: Engine, source: Any, layout: torch.layout, block: Any, device: int) -> Any:
+    """The host does this (`_compressed_to_block_compressed_cpu`)."""
+    if (source.layout in BY_ROWS) != (layout in BY_ROWS):
+        source = flipped(engine, source, device)
+    most = min(parts(engine, source).elements, math.prod(source.shape) // math.prod(block))
+    count = engine.selected("to_sparse", most)
+    lines = source.shape[0] // block[0] if layout in BY_ROWS else source.shape[1] // block[1]
+    # They come from the host, the values first.
+    elements = _placed(engine, (count, *block), source.dtype, device)
+    compressed = _placed(engine, (lines + 1,), torch.int64, device)
+    return sparse_of((compressed, _placed(engine, (count,), torch.int64, device), elements), source.shape, layout)
+
+
+def _places_of(engine: Engine, source: Any, device: int) -> Any:
+    """`sparse_compressed_to_sparse`: a list of places, and the values as they are. Of blocks, where each begins, to which what
+    lies in it is added."""
+    old = parts(engine, source)
+    batches = source.shape[:-2]
+    count = math.prod(batches) * old.elements
+    listed = (source.dim(), count)
+    if source.layout not in IN_BLOCKS:
+        indices = _placed(engine, listed, torch.int64, device)
+        return join_coordinates(indices, old.values.flatten(0, len(batches)), source.shape, source.layout in BY_ROWS)
+    inside, one = math.prod(old.values.shape[-2:]), _INDEX
+    with engine.scratch(device, math.prod(listed) * one, listed[0] * inside * one, first_out=True):
+        with engine.scratch(device, sum(old.values.shape[-2:]) // 2 * one, 2 * inside * one, first_out=True):
+            pass
+        with ExitStack() as held:
+            held.enter_context(engine.scratch(device, listed[0] * one, math.prod(listed) * one))
+            indices = _placed(engine, (listed[0], count * inside), torch.int64, device)
+    return join_coordinates(indices, old.values.flatten(), source.shape, False)
+
+
+def flipped(engine: Engine, source: Any, device: int) -> Any:
+    """Columns in place of rows, and the other way round (`sparse_compressed_to_flipped`): every element gets its place's number,
+    and these are sorted."""
+    old = parts(engine, source)
+    layout, block = FLIPPED[source.layout], tuple(old.values.shape[source.dim() - 1 :])
+    *batches, rows, columns = source.shape
+    if batches:
+        return made(engine, source.shape, source.dtype, layout, old.elements, device, block)
+    by = block or (1, 1)
+    lines = (columns // by[1]) if source.layout in BY_ROWS else (rows // by[0])
+    index, count = old.compressed.dtype, old.elements
+    item = index.itemsize
+    each, before, after = count * item, old.compressed.nbytes, (lines + 1) * item
+    with ExitStack() as held:
+        with engine.scratch(device, item):
+            held.enter_context(engine.scratch(device, item))
+            with engine.scratch(device, cub_of(engine, device).scan(1, item, True)):
+                pass
+        with engine.scratch(device, before - item):
+            held.enter_context(engine.scratch(device, before))
+        held.enter_context(engine.scratch(device, 2 * each))
+        with engine.scratch(device, each, each):
+            pass
+        numbers = _placed(engine, (count,), index, device)
+        with pushed(engine.mode):
+            ordered, places = numbers.sort()
+        del ordered
+        engine.table.drain()
+        plain = _placed(engine, (2, count), index, device).select(0, 1)
+        chosen = _placed(engine, (count, *old.values.shape[1:]), source.dtype, device)
+        with engine.scratch(device, after):
+            compressed = _placed(engine, (lines + 1,), index, device)
+            with engine.scratch(device, after - item):
+                pass
+        del places
+        engine.table.drain()
+        del numbers
+        engine.table.drain()
+    return sparse_of((compressed, plain, chosen), source.shape, layout)
