@@ -186,5 +186,10 @@ def test_weights_in_eight_bits_are_multiplied_in_float32() -> None:
     rows = torch.zeros(16, 1024, dtype=torch.bfloat16, device="cuda")
     factors = torch.ones(64, dtype=torch.bfloat16, device="cuda")
     product = 16 * 64
-    assert made(lambda: torch._weight_int8pack_mm(rows, weight, factors)) == [2 * rows.nbytes, 256, 4 * product, 2 * product]
+    assert made(lambda: torch._weight_int8pack_mm(rows, weight, factors)) == [
+        2 * rows.nbytes,
+        256,
+        4 * product,
+        2 * product,
+    ]
     assert made(lambda: torch._weight_int8pack_mm(rows.float(), weight, factors.float()))[2:] == [4 * product]

@@ -20,7 +20,7 @@ from gpumem_magic.user_report import Report
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.memory import Convolution
-from gpumem_magic.virtual.operators.cudnn import estimate, largest_tried
+from gpumem_magic.virtual.operators.cudnn import by_another_way, estimate, largest_tried
 
 A100 = (8, 0)
 BEFORE, TODAY = (2, 6), (2, 13)
@@ -216,6 +216,52 @@ def test_an_h100_copies_groups_of_enough_channels(
     numbers = {"nothing": 0, "both sides": both, "both sides and weight": both + 8 * channels**2 * points}[copies]
     assert estimate(call, (9, 0), (2, 11)) == (numbers * dtype.itemsize + 16 if numbers else 0)
     assert estimate(call, (8, 0), (2, 11)) == 0
+
+
+@pytest.mark.parametrize(
+    ("images", "edge", "channels", "width", "sums"),
+    [
+        (4, 14, 512, 7, 8 * 4 * 512 * 49),
+        (4, 56, 100, 3, 8 * 4 * 128 * 9),  # channels in 32s
+        (1, 112, 32, 3, 8 * 32 * 9),
+        (1, 28, 512, 7, 0),  # one small image
+        (3, 14, 64, 3, 0),  # few results
+    ],
+)
+def test_an_h100_sums_up_weights_of_single_channels_that_lie_last(
+    images: int, edge: int, channels: int, width: int, sums: int
+) -> None:
+    """As it took for 64 of 70 gradients in half precision; a library that is asked for a card that is not there says more."""
+    sides = (images, channels, edge, edge)
+    layer = {"fine": sides, "weight": (channels, 1, width, width), "coarse": sides, "padding": (width // 2,) * 2}
+    call = convolution("weight", dtype=torch.half, last=True, groups=channels, **layer)
+    assert estimate(call, (9, 0), (2, 11)) == by_another_way(call, (9, 0), (2, 11)) == 4 * sums
+    assert by_another_way(convolution("weight", groups=channels, **layer), (9, 0), (2, 11)) is None
+    assert estimate(call, (8, 0), (2, 11)) == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "images", "made", "width", "is_read"),
+    [
+        (torch.bfloat16, 64, 192, 16, True),
+        (torch.float16, 8, 384, 8, True),
+        (torch.float16, 8, 768, 16, False),
+        (torch.float16, 8, 192, 7, False),
+        (torch.float32, 32, 768, 16, True),
+        (torch.float32, 64, 768, 16, False),
+        (torch.float32, 8, 192, 8, False),
+    ],
+)
+def test_an_h100_reads_patches_as_they_lie(
+    dtype: torch.dtype, images: int, made: int, width: int, is_read: bool
+) -> None:
+    """The first layers of vision transformers: cuDNN 9.19 for an H100."""
+    layer = {
+        "fine": (images, 3, 14 * width, 14 * width), "weight": (made, 3, width, width), "coarse": (images, made, 14, 14),
+        "stride": (width, width), "padding": (0, 0), "dtype": dtype,
+    }  # fmt: skip
+    assert (estimate(convolution(**layer), (9, 0), (2, 11)) == 0) is is_read
+    assert estimate(convolution(**layer), A100, TODAY) > 0
 
 
 @pytest.mark.parametrize(
