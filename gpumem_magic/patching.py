@@ -29,11 +29,21 @@ from gpumem_magic.uninterrupted import whole
 _Answer = TypeVar("_Answer")
 _MISSING: Any = object()
 
+# Of a function that is replaced: whether somebody is there to be asked first, and how (the name's function, what it was called
+# with); None where nobody ever is.
+First = Callable[[Any], "tuple[Callable[[], bool], Callable[..., Any]] | None"]
+
+
+def _nobody(original: Any) -> None:
+    """Of no function is anybody asked first."""
+
 
 class Patches:
     """What one part of this package has replaced. `undo` goes backwards through it, and may be called twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: First = _nobody) -> None:
+        """first: who has a word in calls of a function that is replaced, before what is there in its place."""
+        self._first = first
         # A step is known before it is done, and forgotten after it is undone: an interrupt in between loses nothing.
         self._undo: list[Callable[[], object]] = []
         # What could not be replaced, in sentences.
@@ -51,7 +61,7 @@ class Patches:
         # Two names for one function of theirs stay two names for one function.
         key = (id(value), id(owner if before is _MISSING else before))
         if key not in self._placed:
-            self._placed[key] = (*_relayed(owner, name, value, before), value, before)
+            self._placed[key] = (*_relayed(owner, name, value, before, self._first), value, before)
         placed, retire = self._placed[key][:2]
 
         def put_back() -> None:
@@ -256,20 +266,24 @@ def behind_relays(function: Any) -> Any:
     return function
 
 
-def _relayed(owner: Any, name: str, value: Any, own: Any) -> tuple[Any, Callable[[], None]]:
+def _relayed(owner: Any, name: str, value: Any, own: Any, first: First) -> tuple[Any, Callable[[], None]]:
     """What to put there for `value`, and what takes it out of force. Classes and data are put there as they are."""
     relays: list[_Relay] = []
+    found = inspect.getattr_static(owner, name, None)
+    asked, ask = first(found) or (None, None)
 
     def gone(*args: Any, **kwargs: Any) -> Any:
         raise AttributeError(f"{getattr(owner, '__name__', owner)!r} has no attribute {name!r}")
 
-    def relay(ours: Any, before: Any) -> Any:
+    def relay(ours: Any, before: Any, accessor: str = "") -> Any:
         one = _Relay(ours, before)
         relays.append(one)
 
         def relayed(*args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
             try:
+                if asked is not None and ask is not None and asked() and not one.retired:
+                    return ask(getattr(placed, accessor) if accessor else placed, args, kwargs)
                 return one.target(*args, **kwargs)
             except Exception as error:
                 # An error that is kept must keep no tensors that the program itself does not keep.
@@ -281,11 +295,10 @@ def _relayed(owner: Any, name: str, value: Any, own: Any) -> tuple[Any, Callable
 
     placed = value
     if isinstance(value, property):
-        found = inspect.getattr_static(owner, name, None)
         getter, setter = (getattr(type(found), method, None) for method in ("__get__", "__set__"))
         placed = property(
-            relay(value.fget, gone if getter is None else functools.partial(getter, found)),
-            value.fset and relay(value.fset, gone if setter is None else functools.partial(setter, found)),
+            relay(value.fget, gone if getter is None else functools.partial(getter, found), "__get__"),
+            value.fset and relay(value.fset, gone if setter is None else functools.partial(setter, found), "__set__"),
         )
     elif isinstance(value, (FunctionType, MethodType)):
         placed = relay(value, _in_force(getattr(owner, name, gone)))

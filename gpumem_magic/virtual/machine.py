@@ -49,6 +49,7 @@ from gpumem_magic.virtual.compiler.stages import Compiler
 from gpumem_magic.virtual.engine import kernel_rules, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.function_modes import asked_first
 from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.pinned import Pinned
@@ -118,7 +119,7 @@ class VirtualMachine:
         self.engine.attend = self.attention.attend
         self.smi = VirtualSmi(self._devices)
         self.nvml = VirtualNvml(self._devices)
-        self._patches = Patches()
+        self._patches = Patches(asked_first)
         self._autocast = AutocastKernels(self.torch_version)
         self._factories = Factories(self.engine, self.face.current_device, self.pinned)
         self._captured = Captured(self._factories)

@@ -190,9 +190,13 @@ class OperatorMode(TorchDispatchMode):
                 return given[1]
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
-                return func(*args, **(kwargs or {}))
+                return func(*args, **_as_python_says(kwargs))
             if not types and isinstance(func, HigherOrderOperator):
                 return _step_by_step(func, args, kwargs or {})
+            if has_others(self):
+                # No tensor of the device is there that would bring it back.
+                with _below_all(self):
+                    return func(*args, **_as_python_says(kwargs))
             if types and with_dispatch_of_its_own(types):
                 # It unwraps its tensors, and brings them here.
                 return NotImplemented
@@ -200,6 +204,42 @@ class OperatorMode(TorchDispatchMode):
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
+
+
+def _as_python_says(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """The keyword arguments as a program's own mode is to see them: with the device that Python knows."""
+    return cuda_for_meta(kwargs) if kwargs and is_ours(kwargs.get("device")) else kwargs or {}
+
+
+@contextmanager
+def _below_all(mode: TorchDispatchMode) -> Iterator[None]:
+    """The mode below all dispatch modes that are on: it gets what they hand on."""
+    above = [torch._C._pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
+    for one in (mode, *reversed(above)):
+        torch._C._push_on_torch_dispatch_stack(one)
+    try:
+        yield
+    finally:
+        for _ in (mode, *above):
+            torch._C._pop_torch_dispatch_stack(None)
+        for one in reversed(above):
+            torch._C._push_on_torch_dispatch_stack(one)
+
+
+class aside:
+    """Inside, no mode of the program's own sees what is called. Modes of PyTorch's, which trace programs, stay."""
+
+    def __enter__(self) -> None:
+        self._functions = no_functions()
+        self._functions.__enter__()
+        self._modes: list[TorchDispatchMode] = []
+        if has_others(None):
+            self._modes += [torch._C._pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
+
+    def __exit__(self, *error: Any) -> None:
+        for mode in reversed(self._modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
+        self._functions.__exit__(*error)
 
 
 def made_plainly(make: Callable[..., _Made], /, *args: Any, **kwargs: Any) -> _Made:
@@ -294,9 +334,10 @@ def _resting(tracing: Any) -> Iterator[None]:
         torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, kept_out)
 
 
-def has_others(mode: TorchDispatchMode) -> bool:
-    """Whether a dispatch mode of the program's is on beside ours."""
-    return any(_get_dispatch_stack_at(place) is not mode for place in range(_len_torch_dispatch_stack()))
+def has_others(mode: TorchDispatchMode | None) -> bool:
+    """Whether a dispatch mode of the program's is on beside ours, and none of PyTorch's own, which trace programs."""
+    modes = [_get_dispatch_stack_at(place) for place in range(_len_torch_dispatch_stack())]
+    return any(one is not mode for one in modes) and all(getattr(one, "_mode_key", None) is None for one in modes)
 
 
 class pushed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import threading
@@ -22,6 +23,7 @@ from types import (
 from typing import Any, Protocol
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function
 
@@ -29,6 +31,7 @@ from gpumem_magic.looks.objects import is_a
 from gpumem_magic.patching import behind_relays
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
+from gpumem_magic.virtual.engine import function_modes
 from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -119,7 +122,14 @@ _NO_MEMORY = (
 )
 
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
-OTHERWISE = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, *LETTING_GO_FROM}
+OTHERWISE: set[Any] = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, *LETTING_GO_FROM}
+
+# What virtual tensors answer themselves, and modes of the program's own hear of.
+_HEARD = (
+    "device", "is_cuda", "is_meta", "is_cpu", "get_device", "data_ptr", "tolist", "numpy", "__array__", "__repr__", "__format__",
+    "__deepcopy__", "__reduce_ex__", "pin_memory", "is_pinned", "record_stream", "type", "share_memory_", "is_shared",
+)  # fmt: skip
+_fake_device_of: Any = vars(FakeTensor)["device"].fget
 
 # PyTorch's functions in Python, by their code: those above, and what a tool's wrapper stands for.
 _BY_CODE: dict[CodeType, Any] = {one.__code__: one for one in OTHERWISE if isinstance(one, FunctionType)}
@@ -292,7 +302,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         try:
             if type(func) is MethodWrapperType and func.__name__ == "__get__":
                 # (An attribute: what C++ runs for one has a tensor among its arguments.)
-                with torch._C.DisableTorchFunctionSubclass():
+                with pushed(engine.mode) if _len_torch_dispatch_stack() else torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
             if WRITTEN.before:
                 before_function((*args, *kwargs.values()) if kwargs else args)
@@ -300,6 +310,8 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 # (C++ hands another object on, which does not know what it is for.)
                 check_generator(kwargs["generator"], "cuda")
             if func in engine.seen:
+                if func in _OWN_METHODS:
+                    return _OWN_METHODS[func](*args, **(kwargs or {}))
                 found = engine.otherwise(func, args)
                 if found is not None:
                     return found
@@ -343,6 +355,11 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
+
+    @property  # type: ignore[misc]
+    def device(self) -> torch.device:  # type: ignore[override]
+        place: torch.device = _fake_device_of(self)
+        return place
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -399,8 +416,6 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         else:
             text = _with_device(repr(host), [words[2], *words[3:]])
         return f"Parameter containing:\n{text}" if isinstance(self, torch.nn.Parameter) else text
-
-    __str__ = __repr__
 
     def __format__(self, spec: str) -> str:
         if self.dim() == 0:
@@ -479,6 +494,36 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
         raise BufferError(_NO_MEMORY)
 
+
+# What a virtual tensor answers in Python, by PyTorch's functions for it.
+_OWN_METHODS: dict[Any, Any] = {}
+
+
+def _asked_first(name: str, method: Any) -> Any:
+    """The same, of which function modes are asked first."""
+
+    def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        __tracebackhide__ = True
+        if function_modes.are_on():
+            return function_modes.ask(getattr(torch.Tensor, name), (self, *args), kwargs)
+        return method(self, *args, **kwargs)
+
+    def answered(self: Any) -> Any:
+        if function_modes.are_on():
+            return function_modes.ask(getattr(torch.Tensor, name).__get__, (self,), {})
+        return method.fget(self)
+
+    if isinstance(method, property):
+        return property(answered)
+    _OWN_METHODS[getattr(torch.Tensor, name)] = method
+    return functools.update_wrapper(asked, method)
+
+
+for _name, _method in list(vars(VirtualTensor).items()):
+    if _name in _HEARD:
+        setattr(VirtualTensor, _name, _asked_first(_name, _method))
+del _name, _method
+OTHERWISE |= set(_OWN_METHODS)
 
 # Libraries that know arrays of many kinds (opt_einsum, autoray) go by where a class says that it is from.
 VirtualTensor.__module__, VirtualTensor.__name__, VirtualTensor.__qualname__ = "torch", "Tensor", "Tensor"

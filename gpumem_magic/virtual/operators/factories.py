@@ -16,7 +16,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.looks.tensors import SPARSE_PARTS
-from gpumem_magic.patching import Patches, warnings_remembered
+from gpumem_magic.patching import Patches, behind_relays, warnings_remembered
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
@@ -25,6 +25,8 @@ from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
+    aside,
+    has_others,
     is_ours,
     made_plainly,
     origin,
@@ -204,17 +206,21 @@ class Factories:
         self._looks: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
 
     def install(self, patches: Patches) -> None:
-        makers = [function for function in torch.utils._device._device_constructors() if hasattr(function, "__name__")]
-        for function in makers:
-            name = function.__name__
+        plain = torch.utils._device._device_constructors()
+        # Function modes see them by the names under which they are, those of a program that it took before by what they were.
+        makers = set(plain)
+        for function in plain:
+            name = getattr(function, "__name__", "")
             # Not the function itself: what a library has put in its place is wrapped as well.
             owner = next((place for place in (torch, torch.fft) if name in vars(place)), None)
             if owner is None or name in _LEFT_ALONE:
                 continue
             make = self._from_values if name in _FROM_VALUES else self._maker
             patches.set(owner, name, make(getattr(owner, name)))
+            makers.add(getattr(owner, name))
         for name in _SPARSE:
             patches.set(torch, name, self._sparse(getattr(torch, name)))
+            makers.add(getattr(torch, name))
         for name in (*_LIKE, *_QUANTISED):
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
@@ -233,7 +239,8 @@ class Factories:
         patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
         patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
         context = torch.utils._device.DeviceContext
-        patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, set(makers)))
+        patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, makers))
+        patches.set(torch.utils._device, "_device_constructors", lambda: makers)
 
     @property
     def engine(self) -> Engine:
@@ -323,7 +330,8 @@ class Factories:
         """The factory's result on virtual device `index`."""
         given = (*args, *kwargs.values())
         # (`torch.func`'s `grad` and `jvp` wrap what is made inside them.)
-        if _transforms() or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
+        through = _transforms() or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
+        if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin(self._origin()), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": torch.device("meta", index)})
         kwargs.pop("pin_memory", None)
@@ -448,15 +456,21 @@ class Factories:
         if index is None:
             return host.requires_grad_(requires_grad) if requires_grad else host
         made = host.to(torch.device("cuda", index))
-        return made.detach().requires_grad_(True) if requires_grad else made
+        if requires_grad:
+            with aside():
+                return made.detach().requires_grad_(True)
+        return made
 
     def _device_context(self, original: Callable[..., Any], makers: set[Any]) -> Callable[..., Any]:
         """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""
+        plain = {behind_relays(maker) for maker in makers}
 
         def answer(context: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             index = self.index_of(context.device) if func in makers and not STATE.depth else None
             if index is None or (kwargs or {}).get("device") is not None:
                 return original(context, func, types, args, kwargs)
+            if func not in plain:
+                return func(*args, **{**(kwargs or {}), "device": context.device})
             name = getattr(func, "__name__", "")
             maker = self.from_values if name in _FROM_VALUES else self.make
             return maker(func, index, args, dict(kwargs or {}))

@@ -90,6 +90,8 @@ def _conversions(patches: Patches) -> None:
         if wanted is not None:
             return self.to(torch.device("cuda"), wanted, non_blocking=non_blocking)
         if isinstance(self, VirtualTensor):
+            if dtype is None:
+                return self.type()
             named: Any = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
             if type(named) is type(torch.FloatTensor):
                 return self.to("cpu", named.dtype)

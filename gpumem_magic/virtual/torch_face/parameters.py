@@ -13,6 +13,7 @@ from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.looks.tensors import PARAMETERS
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.modes import aside
 from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes, own_class
 from gpumem_magic.virtual.torch_face.wrappers import joined
 
@@ -35,6 +36,12 @@ def _holding_it() -> str:
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """`_become`, of which the program's modes see nothing."""
+    with aside():
+        _become(tensor, other)
+
+
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Makes `tensor` (the same Python object, with its own attributes and hooks) have the contents and device of `other`.
 
     `other` must not be used afterwards. One of the two is virtual. `torch._C._swap_tensor_impl` is what
@@ -84,8 +91,7 @@ def _let_go(left: torch.Tensor) -> None:
     A backward pass that is still to come holds that one, the leaf. On a card the leaf is the parameter itself, whose memory goes
     as ``.data =`` gives it other memory; only what was saved of it, as the transposed weight of a product, keeps the old.
     """
-    # (A function mode, as of `with torch.device(...)`, would run the operator whole.)
-    with torch._C.DisableTorchFunction(), torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
+    with torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
         size, stride, offset = left.size(), left.stride(), left.storage_offset()
         none = torch.UntypedStorage(left.untyped_storage().nbytes(), device="meta")
         _SET._op_dk(torch._C.DispatchKey.Meta, left, none, offset, size, stride)
@@ -222,7 +228,8 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
 def _convert_parameter(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> None:
     gradient = parameter.grad
     if applied is not parameter:
-        parameter.grad = None
+        with aside():
+            parameter.grad = None
         become(parameter, applied)
     if gradient is None:
         return

@@ -6,6 +6,7 @@ its hooks enter another. Nodes are numbered in their order, so that it is enough
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from bisect import bisect_right
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch._C._autograd import _get_sequence_nr
 
+from gpumem_magic.looks.tensors import no_functions
+from gpumem_magic.virtual.engine import function_modes
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.waiting import CAPTURING, refuse_waiting
@@ -297,7 +300,11 @@ class _DeviceKind(type):
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and type(args[0]) is int:
-            return _DEVICE("cuda", args[0])
+            args = "cuda", args[0]
+        if function_modes.are_on() and sys._getframe(1).f_globals.get("__name__", "").startswith("gpumem_magic."):
+            # (C++ asks the program's modes, which have no business with what is made in here.)
+            with no_functions():
+                return _DEVICE(*args, **kwargs)
         return _DEVICE(*args, **kwargs)
 
     def __instancecheck__(cls, instance: object) -> bool:

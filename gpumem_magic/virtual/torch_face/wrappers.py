@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.modes import aside
 from gpumem_magic.virtual.engine.tensors import OWN, OWN_DICTIONARY, VirtualKind, VirtualTensor
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
@@ -65,6 +66,10 @@ def install(patches: Patches) -> None:
         # (PyTorch takes a virtual tensor for one of a class of its own, which it leaves as it is.)
         if cls is not torch.nn.Parameter and type(data) is VirtualTensor:
             return _as_class(cls, data, requires_grad)
+        if type(data) is VirtualTensor:
+            # (Of a plain tensor PyTorch makes one in C++, and calls no function.)
+            with aside():
+                return made(cls, data, requires_grad)
         return made(cls, data, requires_grad)
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(make_parameter))
