@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -39,16 +40,29 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 # Nor is anything garbage of what is imported for good.
 gc.disable()
 _modules_looked_at = 0
+# The modules of all tests, by name.
+_of_tests: dict[str, ModuleType] = {}
 
 
 def pytest_collection_finish() -> None:
+    _of_tests.update({name: module for name, module in sys.modules.items() if name.startswith("test_")})
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Modules stay for good: looking through all of them whenever Python collects is half of what many tests cost."""
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Modules stay for good: looking through all of them whenever Python collects is half of what many tests cost.
+
+    Those of other tests are not loaded, as far as this one knows: each cell that is measured would look there for memory, as in
+    the user's own files.
+    """
     global _modules_looked_at
+    here = getattr(getattr(item, "module", None), "__name__", "")
+    for name, module in _of_tests.items():
+        if name == here:
+            sys.modules[name] = module
+        elif sys.modules.get(name) is module:
+            del sys.modules[name]
     if len(sys.modules) > _modules_looked_at + 100:
         _modules_looked_at = len(sys.modules)
         gc.collect()

@@ -99,6 +99,8 @@ class Server:
             "IPYTHONDIR": str(own / "ipython"),
             "PYTHONPATH": str(root),
             "OMP_NUM_THREADS": "1",
+            # What a kernel starts, too.
+            warm.HANDED_ON: warm.executable(),
         }
         module, kind = {"lab": ("jupyterlab", "LabApp"), "notebook": ("notebook", "JupyterNotebookApp")}[app]
         with self._log.open("w") as log:

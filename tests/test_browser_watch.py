@@ -27,14 +27,15 @@ if CHROMIUM is None:
 
 START, TRAIN, REPORT, AGAIN, STOP = range(5)
 CELLS = [
-    "%load_ext gpumem_magic\n%gpumem_device T4\nimport torch, os\nfrom pathlib import Path\n%gpumem_watch",
-    # Trains until the test says that it has seen enough.
+    "%load_ext gpumem_magic\n%gpumem_device T4\nimport os, time, torch\nfrom pathlib import Path\n%gpumem_watch",
+    # Trains until the test says that it has seen enough; the browser needs the cores, too.
     """%%gpumem -q -o report
 model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range(6)]).cuda()
 optimizer = torch.optim.Adam(model.parameters())
 while not Path("enough").exists():
     batch = torch.randn(16384, 4096, device="cuda")
     loss = model(batch).square().mean()
+    time.sleep(0.05)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -261,7 +262,7 @@ OTHERS = [
     # To begin with, virtual devices are drawn as GPUs are: once they hold something.
     """%load_ext gpumem_magic
 %gpumem_device 2xT4
-import torch
+import time, torch
 from pathlib import Path
 from gpumem_magic.virtual.machine import VirtualMachine
 VirtualMachine.in_use = lambda machine: [
@@ -273,12 +274,13 @@ VirtualMachine.in_use = lambda machine: [
     """%%gpumem -q
 kept = [torch.zeros(1 << 24, device="cuda:1")]
 while not Path("drawn").exists():
-    pass
+    time.sleep(0.01)
 kept.append(torch.zeros(1 << 24, device="cuda:0"))
 turn = 0
 while not Path("enough").exists():
     turn += 1
     other = torch.zeros(turn % 50 << 20, device="cuda:1")
+    time.sleep(0.02)
 """,
     "%gpumem_watch --static",
     "%gpumem_watch stop\nimport comm\nprint(len(comm.get_comm_manager().comms))",

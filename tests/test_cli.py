@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from shell_fakes import FakeSession, install_session
 
 from gpumem_magic import cli
 from gpumem_magic.session import device as chosen_device
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 Write = Callable[..., Path]
 

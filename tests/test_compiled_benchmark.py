@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 KIB = 1 << 10
 ROOT = Path(__file__).parents[1]

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import fixtures
 import pytest
+import warm
 
 from gpumem_magic.allocator.replay import replay
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.report.build import build
 from gpumem_magic.report.notes import gaps_of
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 DATA = Path(__file__).parent / "data"
 PATHS = sorted(DATA.glob("*.json.gz"))

@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
 import overhead  # noqa: E402
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 
 def run(*arguments: str) -> str:

@@ -10,12 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from torch_versions import WORKSPACES_ARE_KEPT
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from truth import comparing, measuring, saved, table  # noqa: E402
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 RECORDED = Path(__file__).parent / "data" / "truth"
 """Where `python benchmarks/truth --device cuda --save tests/data/truth` puts what a real GPU said."""

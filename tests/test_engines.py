@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from causes_cells import Notebook, notebook
+from traitlets.config import Config
 from watch_fakes import wait_until
 
 import gpumem_magic
@@ -27,7 +29,8 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         path = [str(Path(gpumem_magic.__file__).parents[1]), *filter(None, sys.path)]
         patch.setenv("PYTHONPATH", os.pathsep.join(path))
-        found = ipyparallel.Cluster(n=4, controller_ip="127.0.0.1", log_level=40)
+        engines = Config({"EngineLauncher": {"engine_cmd": [warm.executable(), "-m", "ipyparallel.engine"]}})
+        found = ipyparallel.Cluster(n=4, controller_ip="127.0.0.1", log_level=40, config=engines)
         try:
             yield found.start_and_connect_sync(activate=False)
         finally:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -47,7 +47,7 @@ def _client(notebook: Any) -> Any:
     from jupyter_client.manager import AsyncKernelManager
 
     manager = AsyncKernelManager(kernel_name="python3")
-    manager.kernel_spec.argv[0] = sys.executable  # this Python, whichever one the kernel's name is registered for
+    manager.kernel_spec.argv[0] = warm.executable()  # this Python, whichever one the kernel's name is registered for
     return nbclient.NotebookClient(notebook, km=manager, timeout=300, allow_errors=False)
 
 

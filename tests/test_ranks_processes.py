@@ -14,12 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 from gpumem_magic import cli
 from gpumem_magic.commands import launch
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
 from gpumem_magic.report.ranks import DONE, GONE, RUNNING
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)

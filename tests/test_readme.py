@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic import cli
 from gpumem_magic.commands import demo
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = json.loads((ROOT / "gpumem_magic" / "commands" / "commands.json").read_text("utf-8"))

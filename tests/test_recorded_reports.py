@@ -11,7 +11,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import warm
 from torch_versions import TORCH
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 RECORDINGS = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 

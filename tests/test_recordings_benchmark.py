@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 from gpumem_magic.snapshot.model import ACTIVE, INACTIVE, Block, Segment
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "recordings"
 PROGRAM = """

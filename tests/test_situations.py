@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from situations import grading, reading  # noqa: E402
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 SCORES: dict[str, str] = json.loads((reading.HERE / "scores.json").read_text("utf-8"))
 SITUATIONS = {one.name: one for one in reading.situations()}

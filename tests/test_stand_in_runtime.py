@@ -18,9 +18,12 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.card.generations import parse_version
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 DATA = Path(__file__).resolve().parent / "data"
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "stand_in_runtime"

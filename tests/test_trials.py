@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from causes_cells import Notebook, notebook
 from IPython.core.inputtransformer2 import TransformerManager
 from left_behind import left_behind
@@ -31,6 +32,8 @@ from gpumem_magic.trials.search import MOST_TRIALS, search
 from gpumem_magic.trials.tried import ERROR, FITS, MEMORY, Tried
 from gpumem_magic.trials.values import VaryError, varied, with_values
 from gpumem_magic.virtual import gpu
+
+_warm = pytest.fixture(autouse=True)(warm.in_place_of_python)
 
 # 32 MiB of weights, gradients and one moment each; then 3 MiB a row, about.
 CELL = """

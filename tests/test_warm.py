@@ -14,17 +14,26 @@ import pytest
 import warm
 from left_behind import is_running
 
-SAID = "import os, sys\nprint(__name__, sys.argv, sys.path[:2], os.getcwd(), os.environ['A'], input(), sep='\\n')\n"
+SAID = (
+    "import os, sys\nprint(__name__, type(__loader__), sys.argv, sys.path[:2], sep='\\n')\n"
+    "print(os.getcwd(), os.environ['A'], input(), sep='\\n')\n"
+)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
         ("said.py", "-x", "y"),
+        ("folder", "-x"),
+        ("-c", "print(__loader__.__name__)"),
         ("-m", "said", "-x"),
         ("-c", SAID, "--", "z"),
         ("-c", "raise SystemExit('a word')"),
         ("-c", "import sys; sys.exit(7)"),
+        ("-c", "import sys; sys.exit(-1)"),
+        ("-c", "raise KeyboardInterrupt"),
+        ("-c", "kept = open('kept', 'w'); kept.write('x')"),
+        ("-c", "import threading, time\nthreading.Thread(target=lambda: (time.sleep(0.2), print('late'))).start()"),
         ("-c", "def f(n):\n    return 1 / n\nf(0)"),
         ("fails.py",),
         ("-m", "nowhere_to_be_found"),
@@ -35,12 +44,20 @@ SAID = "import os, sys\nprint(__name__, sys.argv, sys.path[:2], os.getcwd(), os.
 )
 def test_it_is_run_as_python_runs_it(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "said.py").write_text(SAID)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "__main__.py").write_text(f"print(type(__loader__).__name__, __package__)\n{SAID}")
     (tmp_path / "fails.py").write_text("x = 1\n{}[x]\n")
     around = {**os.environ, "A": "of the test", "PYTHONPATH": str(tmp_path / "elsewhere")}
     options: dict[str, Any] = {"cwd": tmp_path, "env": around, "input": "heard\n", "capture_output": True, "text": True}
-    warm_one, new_one = (
-        subprocess.run([python, *arguments], check=False, **options) for python in (warm.executable(), sys.executable)
-    )
+    kept = tmp_path / "kept"
+    written = []
+    ran = []
+    for python in (warm.executable(), sys.executable):
+        ran.append(subprocess.run([python, *arguments], check=False, **options))
+        written.append(kept.exists() and kept.read_text())
+        kept.unlink(missing_ok=True)
+    warm_one, new_one = ran
+    assert written[0] == written[1]
     assert warm_one.returncode == new_one.returncode
     assert warm_one.stdout == new_one.stdout
     assert warm_one.stderr.replace(warm.executable(), sys.executable) == new_one.stderr

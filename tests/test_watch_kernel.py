@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import queue
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -37,7 +37,7 @@ class Kernel:
 
     def __init__(self) -> None:
         self.manager = KernelManager(kernel_name="python3")
-        self.manager.kernel_spec.argv[0] = sys.executable
+        self.manager.kernel_spec.argv[0] = warm.executable()
         self.manager.start_kernel()
         self.client = self.manager.client()
         self.client.start_channels()
@@ -174,7 +174,7 @@ def test_a_kernel_that_is_restarted_has_no_watch(kernel: Kernel) -> None:
 
 def executed(*sources: str) -> Any:
     manager = AsyncKernelManager(kernel_name="python3")
-    manager.kernel_spec.argv[0] = sys.executable
+    manager.kernel_spec.argv[0] = warm.executable()
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, km=manager, timeout=PATIENCE, allow_errors=True).execute(cleanup_kc=True)

@@ -9,7 +9,9 @@ forks run functions of the process that asks: launchers and Jupyter start a comm
 
 from __future__ import annotations
 
+import atexit
 import functools
+import gc
 import importlib
 import io
 import json
@@ -22,19 +24,29 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.machinery import BuiltinImporter, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     import pytest
 
 HERE = Path(__file__).resolve().parent
+# As it is before a test changes it.
+_environment = dict(os.environ)
 _folder = tempfile.TemporaryDirectory(prefix="gpumem-tests-")
 # What `gpumem run` and kernels load, beside what measuring a line of a program does.
-_LOADED = ("gpumem_magic.commands.run", "gpumem_magic.commands.shown_ranks", "ipykernel.kernelapp", "torch._dynamo")
+_LOADED = (
+    "gpumem_magic.commands.run",
+    "gpumem_magic.commands.shown_ranks",
+    "ipykernel.kernelapp",
+    "torch._dynamo",
+    "torch.distributed.run",
+)
 # Of the environment, what is read as they are loaded.
 _READ_EARLY = (
     "PYTHON",
@@ -51,7 +63,10 @@ _READ_EARLY = (
 )
 _SEARCHED = "PYTHONPATH"
 _THREADS = "OMP_NUM_THREADS"
-_HANDED_ON = "GPUMEM_TESTS_EXECUTABLE"
+# What PyTorch's launcher of ranks gives them, which is read where they meet.
+_READ_LATE = ("TORCH_NCCL_", "TORCH_ELASTIC_")
+HANDED_ON = "GPUMEM_TESTS_EXECUTABLE"
+"""The variable that says what `sys.executable` is to a process."""
 
 
 @functools.cache
@@ -70,7 +85,7 @@ def executable() -> str:
 
 def in_place_of_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a fixture: what the test starts as `sys.executable`, and what that starts, is run so."""
-    monkeypatch.setenv(_HANDED_ON, executable())
+    monkeypatch.setenv(HANDED_ON, executable())
     monkeypatch.setattr(sys, "executable", executable())
 
 
@@ -85,6 +100,7 @@ def _started(name: str) -> subprocess.Popen[bytes]:
         [sys.executable, "-c", begins, str(HERE), name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        env=_environment,
         start_new_session=True,
     )
     assert server.stdout is not None
@@ -101,6 +117,9 @@ def main(name: str) -> None:
     for one in _LOADED:
         importlib.import_module(one)
     _measure()
+    # Nothing that is there now is garbage of theirs.
+    gc.collect()
+    gc.freeze()
     request = _serve(name)
     if request is not None:
         _run(request, path, environment)
@@ -189,8 +208,11 @@ def _tell_the_ended(clients: dict[int, socket.socket], waiting: selectors.BaseSe
 
 
 def _read_early(environment: Mapping[str, str]) -> dict[str, str]:
-    late = (_SEARCHED, _THREADS)
-    return {name: text for name, text in environment.items() if name.startswith(_READ_EARLY) and name not in late}
+    return {
+        name: text
+        for name, text in environment.items()
+        if name.startswith(_READ_EARLY) and not name.startswith(_READ_LATE) and name not in (_SEARCHED, _THREADS)
+    }
 
 
 def _run(request: dict[str, Any], path: list[str], early: Mapping[str, str]) -> None:
@@ -209,38 +231,68 @@ def _run(request: dict[str, Any], path: list[str], early: Mapping[str, str]) -> 
         now = io.TextIOWrapper(buffer, was.encoding, was.errors, line_buffering=number == 2 or raw.isatty())
         setattr(sys, name, now)
         setattr(sys, f"__{name}__", now)
-    sys.executable = environment.get(_HANDED_ON, sys.executable)
+    sys.executable = environment.get(HANDED_ON, sys.executable)
     if _THREADS in environment:
         sys.modules["torch"].set_num_threads(int(environment[_THREADS]))
     tempfile.tempdir = None
     main = sys.modules["__main__"] = ModuleType("__main__")
-    kind, first = arguments[0], os.getcwd()
+    kind, first, is_folder = arguments[0], os.getcwd(), False
     searched = [one for one in environment.get(_SEARCHED, "").split(os.pathsep) if one]
     if kind in ("-m", "-c"):
         sys.argv[:] = [kind, *arguments[2:]]
         first = first if kind == "-m" else ""
     else:
         sys.argv[:] = arguments
-        first = str(Path(kind).resolve().parent)
+        is_folder = os.path.isdir(kind)
         kind = os.path.abspath(kind)
+        first = kind if is_folder else str(Path(kind).resolve().parent)
     sys.path[:] = [first, *searched, *path]
     try:
         if kind == "-m":
             runpy._run_module_as_main(arguments[1])
+        elif is_folder:
+            runpy._run_module_as_main("__main__", False)
         else:
             file = "<string>" if kind == "-c" else kind
             text = arguments[1] if kind == "-c" else Path(kind).read_bytes()
+            main.__loader__ = BuiltinImporter
             if kind != "-c":
                 main.__file__ = kind
+                main.__loader__ = SourceFileLoader("__main__", kind)
             exec(compile(text, file, "exec"), main.__dict__)
-    except SystemExit:
-        raise
+        status = 0
     except BaseException as error:
-        # Without this file's lines.
-        while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename in (
-            __file__,
-            runpy.__file__,
-        ):
-            error.__traceback__ = error.__traceback__.tb_next
-        sys.excepthook(type(error), error, error.__traceback__)
-        sys.exit(1)
+        status = _status_of(error)
+    _end(status)
+
+
+def _status_of(error: BaseException) -> int:
+    """What a program ends with that raised this, which is shown where Python shows it."""
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return int(error.code or 0) & 0xFF
+        print(error.code, file=sys.stderr)
+        return 1
+    # Without this file's lines.
+    while error.__traceback__ is not None and error.__traceback__.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+    ):
+        error.__traceback__ = error.__traceback__.tb_next
+    sys.excepthook(type(error), error, error.__traceback__)
+    return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _end(status: int) -> NoReturn:
+    """As Python ends, but for what the server had loaded: taking that down takes seconds. status: below zero, of which signal."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    os._exit(status)
