@@ -145,6 +145,25 @@ def test_the_buffer_has_room_for_biases_that_a_layer_does_without(layer: Any, wi
     del kept
 
 
+def test_without_biases_each_weight_s_gradient_is_copied_out_of_the_buffer() -> None:
+    """As an H100 was asked: other parts are looked for in the buffer than there are (`get_parameters` in ``cudnn/RNN.cpp``)."""
+    gpu.turn_on("H100,torch=2.11")
+    layer = nn.GRU(8, 8, bias=False, bidirectional=True, device="cuda")
+    out, _ = layer(torch.zeros(3, 2, 8, device="cuda"))
+    gradient = torch.zeros_like(out)
+    found = made(lambda: torch.autograd.grad(out, list(layer.parameters()), gradient))
+    workspace, buffer = found[-5], 4 * 864
+    assert found[-6:] == [buffer, workspace, *[3 * 8 * 8 * 4] * 4]
+
+
+def test_a_rectifier_s_results_are_kept_apart_between_layers() -> None:
+    """RNNs of two and one layers of 8 units on 8 numbers, 7 steps of 33 sequences, as an H100's cuDNN took for them."""
+    two = recurrent.Sizes(0, 231, 33, 8, 2, 1, 4 * 64, 4, 8, padded=231, small=True)
+    assert two.workspace((2, 11)) == 16_909_728
+    with_tangent = recurrent.Sizes(1, 231, 33, 8, 2, 1, 4 * 64, 4, 8, padded=231, small=True)
+    assert two.workspace((2, 11)) - with_tangent.workspace((2, 11)) == 231 * 8 * 4
+
+
 def test_each_of_two_gradients_lays_out_the_input_for_itself() -> None:
     gpu.turn_on("H100,torch=2.11")
     layer = nn.GRU(16, 32, batch_first=True, device="cuda")
