@@ -16,6 +16,7 @@ from torch import linalg
 from torch.torch_version import TorchVersion
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.operators import reflections
 
 BYTES = 40_000
 
@@ -288,3 +289,33 @@ def test_matrices_without_numbers_are_looked_at_too() -> None:
     empty = torch.zeros(1, 1, 0, 0, dtype=torch.complex128, device="cuda")
     assert made(lambda: linalg.eig(empty)) == [1, 4, *ONE_CODE]
     assert made(lambda: linalg.solve(empty, empty)) == [4, *ONE_CODE]
+
+
+def test_the_gradient_of_reflections_is_written_into_zeros() -> None:
+    vectors, factors = (matrix(*shape).requires_grad_() for shape in ((6, 2), (2,)))
+    result = linalg.householder_product(vectors, factors)
+    gradient = torch.zeros_like(result)
+    found = made(lambda: torch.autograd.grad(result, (vectors, factors), gradient))
+    both, square, row, one = 6 * 2 * 4, 6 * 6 * 4, 6 * 4, 4
+    # (cuBLAS's workspace of the thread that runs backward passes apart.)
+    found = [size for size in found if size < 1_000_000]
+    # What is below the diagonal, and its squares; their sums, and what turns a reflection back; the first one turned back. Then
+    # both gradients, in which each reflection's are put; between them the second one is turned back, and the first one on.
+    of_one = [row, row, row, one, row, row, one, one]
+    between = [row, 5 * 4, 5 * row, row, row, square]
+    assert found == [both, both, 8, 8, 8, 8, square, row, row, square, both, 8, *of_one, *between, *of_one]
+
+
+def test_gradients_of_reflections_are_the_host_s() -> None:
+    a, tau = torch.geqrf(torch.randn(3, 6, 4, dtype=torch.complex128))
+    arguments = a.requires_grad_(), tau.requires_grad_()
+    result = linalg.householder_product(*arguments)
+    gradient = torch.randn_like(result)
+    expected = torch.autograd.grad(result, arguments, gradient)
+    with torch.no_grad():
+        in_place = reflections.gradients(gradient, result, *arguments)
+    # With a graph, for gradients of gradients.
+    for found in (in_place, reflections.gradients(gradient, result, *arguments)):
+        for mine, its in zip(found, expected, strict=True):
+            torch.testing.assert_close(mine, its)
+    assert found[0].grad_fn is not None

@@ -176,6 +176,7 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
             "renorm": [2, 0, 1],
             "maximum": [x.detach()],
             "minimum": [x.detach()],
+            "linalg_householder_product": [torch.ones(2, device=where)],
         }
         return type(operator(x, *more.get(operator.__name__.removesuffix(".default"), [])).grad_fn).__name__
 

@@ -9,7 +9,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
   `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `compressed` and `compressing` with `cusparse`,
   `temporaries` (the rest); what is added in place: `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
-  `written_gradients`, `own_formulas`;
+  `written_gradients`, `own_formulas` with `reflections`;
   what older versions keep: `kept_inputs`;
 * what the host does otherwise where it computes: `equivalents`, `integer_division`;
 * tensors and processes: `factories`, `semi_structured`, `known_zeros`, `autocast`, `collectives`.

@@ -27,6 +27,7 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.operators import reflections
 from gpumem_magic.virtual.operators.composites import version_of
 from gpumem_magic.virtual.operators.data_dependent import found_among
 from gpumem_magic.virtual.operators.kept_inputs import replaced
@@ -269,6 +270,14 @@ def _matrix_exp_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     return (whole[..., :size, size:],)
 
 
+# ---- reflections
+
+
+def _reflections_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    vectors, factors, result = ctx.saved_tensors
+    return reflections.gradients(gradient, result, vectors, factors)
+
+
 # ---- maximum and minimum
 
 # Since when what has no share is cleared in a copy, by a mask that is found first (derivatives.yaml; 2.13.0 clears it in place).
@@ -315,6 +324,13 @@ _NODES = {
         (_aten.masked_fill.Tensor, "MaskedFillBackward1", (1,), False, _masked_fill_backward),
         (_aten.renorm.default, "RenormBackward0", (0,), False, _renorm_backward),
         (_aten.linalg_matrix_exp.default, "LinalgMatrixExpBackward0", (0,), False, _matrix_exp_backward),
+        (
+            _aten.linalg_householder_product.default,
+            "LinalgHouseholderProductBackward0",
+            (0, 1),
+            True,
+            _reflections_backward,
+        ),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
         (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
     )
