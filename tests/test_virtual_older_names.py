@@ -265,8 +265,10 @@ def test_compiled_modules_are_saved_from_the_device(tmp_path: Path) -> None:
         assert {tensor.device.type for tensor in (*loaded.parameters(), *loaded.buffers())} == {expected}
         assert loaded(torch.rand(2, 3, device=expected)).device.type == expected
     (tmp_path / "trained.pt").write_bytes(b"a model that was trained for a week")
-    with pytest.raises(RuntimeError, match="left as it is"):
-        torch.jit.save(script, str(tmp_path / "trained.pt"))
+    traced = torch.jit.trace(nn.Linear(3, 4).cuda(), torch.rand(2, 3, device="cuda"), check_trace=False)
+    for model in (script, traced):
+        with pytest.raises(RuntimeError, match="left as it is"):
+            torch.jit.save(model, str(tmp_path / "trained.pt"))
     assert (tmp_path / "trained.pt").read_bytes() == b"a model that was trained for a week"
 
 
@@ -343,12 +345,14 @@ def test_a_model_stays_where_the_error_of_its_trace_is_kept() -> None:
     assert not next(model.cpu().parameters()).is_cuda
 
 
+@pytest.mark.parametrize("way", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
-def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path) -> None:
+def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path, way: str) -> None:
     gpu.turn_off()
     gpu.turn_on("2xT4,values=real")
     layer = nn.Linear(3, 4).to("cuda:1")
-    script, path, buffer = torch.jit.script(layer), tmp_path / "script.pt", io.BytesIO()
+    script = torch.jit.script(layer) if way == "script" else torch.jit.trace(layer, torch.rand(2, 3, device="cuda:1"))
+    path, buffer = tmp_path / "script.pt", io.BytesIO()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         script.save(path)

@@ -51,12 +51,13 @@ def install(patches: Patches, computes: bool) -> None:
         patches.set(torch.export, "save", _save_exported(torch.export.save, written))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
     patches.set(torch.jit, "load", _load_script(torch.jit.load))
+    # (What is traced has the methods of what is scripted, copied to its own class.)
     scripted: Any = torch.jit.RecursiveScriptModule  # type: ignore[attr-defined]
-    if computes:
-        for name in ("save", "save_to_buffer"):
-            patches.set(scripted, name, _save_script_of_values(getattr(scripted, name)))
-    else:
-        patches.set(scripted, "save", _save_script(scripted.save, written))
+    for name in ("save", "save_to_buffer") if computes else ("save",):
+        original = getattr(scripted, name)
+        ours = _save_script_of_values(original) if computes else _save_script(original, written)
+        for owner in (scripted, torch.jit.ScriptModule):
+            patches.set(owner, name, ours)
     for kind in (VirtualKind, type(torch.Tensor), type(torch.nn.Parameter)):
         patches.entry(copyreg.dispatch_table, kind, _reduced_class)
     if importlib.util.find_spec("safetensors") is not None and not computes:
