@@ -193,3 +193,30 @@ def test_weights_in_eight_bits_are_multiplied_in_float32() -> None:
         2 * product,
     ]
     assert made(lambda: torch._weight_int8pack_mm(rows.float(), weight, factors.float()))[2:] == [4 * product]
+
+
+def test_zero_points_of_channels_are_looked_through_before_rounding() -> None:
+    x, scale = torch.zeros(4, 64, device="cuda"), torch.ones(64, device="cuda")
+    integers, one = torch.zeros(64, dtype=torch.int32, device="cuda"), 4
+    rounded, mask = x.nbytes, x.numel()
+    channels = torch.fake_quantize_per_channel_affine
+    assert made(lambda: channels(x, scale, integers, 1, -128, 127)) == [one, one, rounded, mask]
+    assert made(lambda: channels(x, scale, scale, 1, -128, 127)) == [rounded, mask]
+    assert made(lambda: torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)) == [rounded, mask]
+
+
+def test_learnt_scales_have_a_gradient_for_every_element_first() -> None:
+    x = torch.zeros(4, 64, device="cuda", requires_grad=True)
+    scale, zeros = (torch.ones(64, device="cuda", requires_grad=True) for _ in range(2))
+    size, channels, one = x.nbytes, 64 * 4, 4
+    learnt = torch._fake_quantize_learnable_per_channel_affine
+    arguments = (x, scale, zeros, 1, -128, 127, 1.0)
+    # Zero points rounded, and made integers; looked through; the result and a mask.
+    assert made(lambda: learnt(*arguments)) == [channels, channels, one, one, size, x.numel()]
+    y, gradient = learnt(*arguments), torch.ones(4, 64, device="cuda")
+    found = made(lambda: torch.autograd.grad(y, (x, scale, zeros), gradient))
+    assert found == [channels, one, one, size, size, size, channels, channels]
+    whole = torch._fake_quantize_learnable_per_tensor_affine
+    scale, zeros = (torch.ones(1, device="cuda", requires_grad=True) for _ in range(2))
+    y = whole(x, scale, zeros, -128, 127, 1.0)
+    assert made(lambda: torch.autograd.grad(y, (x, scale, zeros), gradient)) == [size, size, size, one, one]

@@ -19,6 +19,7 @@ import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.cudnn_attention
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.equivalents
+import gpumem_magic.virtual.operators.fake_quantisation
 import gpumem_magic.virtual.operators.fourier
 import gpumem_magic.virtual.operators.integer_division
 import gpumem_magic.virtual.operators.layouts

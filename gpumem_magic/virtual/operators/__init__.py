@@ -7,7 +7,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
 * memory beside the results: `copies` (into another layout), `sorting`, `scattering` and `positions` (masks) with `cub`,
   `reductions`, `convolutions` with `cudnn`, `ctc`, `norms`, `attention_gradients`, `cudnn_attention`, `made_of_others`,
   `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `compressed` and `compressing` with `cusparse`,
-  `temporaries` (the rest); what is added in place: `gradients_that_meet`;
+  `fake_quantisation`, `temporaries` (the rest); what is added in place: `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
   `written_gradients`, `own_formulas` with `reflections`;
   what older versions keep: `kept_inputs`;

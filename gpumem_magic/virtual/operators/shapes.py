@@ -41,7 +41,7 @@ def _returns_like(position: int) -> Callable[..., Any]:
 _LIKE = (
     overloads("""
         _dirichlet_grad _standard_gamma _standard_gamma_grad binomial batch_norm_elemt glu_jvp _masked_softmax
-        _masked_softmax_backward _fake_quantize_learnable_per_tensor_affine _fake_quantize_learnable_per_channel_affine
+        _masked_softmax_backward
     """),
     overloads("batch_norm_backward_elemt"),
 )
@@ -65,24 +65,6 @@ def _drawn_shares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     del sums
     engine.table.drain()
     return out
-
-
-@special(
-    *overloads("fake_quantize_per_tensor_affine_cachemask fake_quantize_per_channel_affine_cachemask"),
-    *overloads("_fake_quantize_per_tensor_affine_cachemask_tensor_qparams"),
-)
-def _fake_quantize(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """The rounded values, and a mask of one byte for each."""
-    return _like(engine, args[0], device), _like(engine, args[0], device, torch.bool)
-
-
-@special(
-    _aten._fake_quantize_learnable_per_tensor_affine_backward.default,
-    _aten._fake_quantize_learnable_per_channel_affine_backward.default,
-)
-def _fake_quantize_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    _, source, scale, zero_point, *_ = args
-    return tuple(_like(engine, tensor, device) for tensor in (source, scale, zero_point))
 
 
 # ---- SyncBatchNorm: statistics of each channel, in float32 for half precision
