@@ -189,6 +189,12 @@ class VirtualMachine:
             found.append(
                 f"Sizes that depend on values are unknown on a virtual GPU; the largest possible was assumed: {', '.join(sizes)}."
             )
+        sizes = [f"{name} ({count})" for name, count in sorted(engine.likely_sizes.items())]
+        if sizes:
+            found.append(
+                "What is chosen or drawn is unknown on a virtual GPU; where sizes depend on it, choices were taken to be spread "
+                f"evenly and draws to be as is likely: {', '.join(sizes)}."
+            )
         sizes = [f"{name} ({counted(count, 'time')})" for name, count in sorted(engine.other_sizes.items())]
         if sizes:
             found.append(

@@ -14,6 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -245,6 +246,8 @@ class Engine:
         self.largest_sizes: Counter[str] = Counter()
         # Those sizes: what has one may have another on a card.
         self.assumed: set[int] = set()
+        # Those for which a share of the largest was taken (`shares`).
+        self.likely_sizes: Counter[str] = Counter()
         # Sizes that have no upper bound: what was assumed.
         self.other_sizes: Counter[str] = Counter()
         self.kernels_not_run = 0
@@ -849,15 +852,21 @@ class Engine:
     def tell(self, mask: Any, count: int) -> None:
         """A program shows how many elements of a mask are true, which is so until something is written there."""
 
-    def selected(self, operator: str, largest: int) -> int:
-        """How many elements an operator selects whose result depends on values: as many as the user said, or the most."""
+    def share(self, tensor: Any) -> Fraction | None:
+        """Which share of a mask's elements is taken to be true (`shares`); None where nothing says so."""
+        return None
+
+    def selected(self, operator: str, largest: int, likely: int | None = None) -> int:
+        """How many elements an operator selects whose result depends on values: as many as the user said, or as are likely, or
+        the most."""
         said = supplied.count_for(largest, users_line)
         self.count_stand_in(by_user=said is not None, sized=True)
-        if said is None:
-            self.largest_sizes[operator] += 1
-            self.assumed.add(largest)
-            return largest
-        return said
+        if said is not None:
+            return said
+        count = largest if likely is None else likely
+        (self.largest_sizes if likely is None else self.likely_sizes)[operator] += 1
+        self.assumed.add(count)
+        return count
 
 
 def _is_tracked(tensor: Any) -> bool:

@@ -240,11 +240,12 @@ class FactoryCall:
     def __call__(self) -> torch.Tensor:
         return self._original(*self._args, **self._kwargs)
 
-    def least(self) -> int:
-        """The smallest number that `randint` may draw."""
+    def bounds(self) -> tuple[int, int | None]:
+        """The smallest number that `randint` may draw, and the first that is too large; None where that is not an integer."""
         bounds = [arg for arg in self._args if isinstance(arg, int)]
         has_both = len(bounds) + ("high" in self._kwargs) > 1
-        return int(self._kwargs.get("low", bounds[0] if has_both else 0))
+        high = self._kwargs.get("high", bounds[-1] if bounds else None)
+        return int(self._kwargs.get("low", bounds[0] if has_both else 0)), high
 
     def one(self) -> torch.Tensor | None:
         """What `torch.zeros`, `ones` and `full` fill a tensor with, without the tensor. None for other factories."""

@@ -9,6 +9,7 @@ generator.
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, triangles, uniform, values
+from gpumem_magic.virtual.engine import few, guesses, shares, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import with_size
 from gpumem_magic.virtual.engine.computing import (
@@ -56,6 +57,8 @@ class KnownEngine(ComputingEngine):
         self._freshly = 0
         # Whether a bound was noted (`few`).
         self._bounded = False
+        # Whether choices were noted (`shares`).
+        self._spread = False
 
     # ---- what is known
 
@@ -147,6 +150,38 @@ class KnownEngine(ComputingEngine):
             self.twins.placement(out).few = most
             self._bounded = True
 
+    def among(self, tensor: Any) -> int | None:
+        placement = self.table.find(tensor.untyped_storage()) if _is_dense(tensor) else None
+        return None if placement is None else placement.among
+
+    def share(self, tensor: Any) -> Fraction | None:
+        placement = self.table.find(tensor.untyped_storage()) if _is_dense(tensor) else None
+        return None if placement is None else placement.share
+
+    def _have_spread(self, written: list[Any], out: Any, found: shares.Spread | None) -> None:
+        """Ends what was known of choices in what was written to, and notes it of a result."""
+        for leaf in written:
+            placement = self.table.find(leaf.untyped_storage()) if _is_dense(leaf) else None
+            if placement is not None:
+                placement.among = placement.share = None
+        if found is None:
+            return
+        made = out if found.place is None else out[found.place]
+        if not _is_dense(made):
+            return
+        self._spread = True
+        among, share = found.among, found.share
+        if found.total is not None and made.numel() > values.MOST_GUESSED:
+            share = Fraction(found.total[0], made.numel())
+        elif found.total is not None:
+            if self.bounds.follows and self.tape is None and self.host_of(made) is None:
+                with host_only():
+                    counts = shares.spread_evenly(*found.total, made)
+                self._have(made, counts, sure=False)
+            return
+        placement = self.twins.placement(made)
+        placement.among, placement.share = among, share
+
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if self._may_learn(tensor) and host.layout is torch.strided:
             self._have(tensor, host)
@@ -171,11 +206,15 @@ class KnownEngine(ComputingEngine):
         elif draws and call.name.startswith("randint") and tensor.numel() <= values.MOST_GUESSED:
             # What is worked out of one such number agrees with it: a slice from `i` to `i + n` has n elements.
             with host_only():
-                self.guess(tensor, _aten.full.default(tensor.size(), call.least(), dtype=tensor.dtype))
+                self.guess(tensor, _aten.full.default(tensor.size(), call.bounds()[0], dtype=tensor.dtype))
         elif draws and self.bounds.guesses:
             guess = guesses.of_factory(call.name)
             if guess is not None:
                 tensor.__dict__[GUESS] = guess
+        among = shares.of_factory(call.name, *call.bounds()) if draws else None
+        if among is not None and not self._nested and self.tape is None and _is_dense(tensor):
+            self._spread = True
+            self.twins.placement(tensor).among = among
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if not _owns_storage(tensor):
@@ -253,6 +292,9 @@ class KnownEngine(ComputingEngine):
         self._nested = True
         try:
             most = few.asked(way.few, self, args, kwargs) if self._bounded or way.begins else None
+            spread = None
+            if way.spread is not None and (self._spread or way.chooses):
+                spread = shares.asked(way.spread, self, args, kwargs)
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
                 out = self._followed(way, func, args, kwargs, device)
             else:
@@ -261,6 +303,8 @@ class KnownEngine(ComputingEngine):
                     self._drop(func, args, kwargs)
                 if way.guess is not None and self.bounds.guesses:
                     guesses.note(way.guess, self.fresh, out, args, kwargs)
+            if spread is not None or self._spread:
+                self._have_spread(written_by(func, args, kwargs) if way.writes else [], out, spread)
             if way.orders:
                 self._hold_once(out[1], few.dim_of_order(func, args, kwargs))
             if self._bounded or most is not None:
@@ -394,6 +438,10 @@ class KnownEngine(ComputingEngine):
         return 1 / (1 + 0.01 * self._freshly)
 
     def guessed(self, tensor: VirtualTensor, host: torch.Tensor) -> torch.Tensor:
+        share = self.share(tensor) if self._spread and shares.is_counted(tensor) else None
+        if share is not None and host.numel() < 1 << 24:
+            with host_only():
+                return shares.fill(host, share)
         return guesses.fill(host, tensor.__dict__.get(GUESS))
 
     def _attempt(
@@ -508,9 +556,11 @@ class KnownEngine(ComputingEngine):
         """From now on an unknown tensor has the values that it is guessed to have."""
         with host_only():
             placement = self.twins.placement(tensor)
+            chosen = placement.among, placement.share
             placement.put(None)
             self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
+            placement.among, placement.share = chosen
         tensor.__dict__[KNOWN] = True
 
     def _are_small(self, out: Any, found: _Arguments) -> bool:

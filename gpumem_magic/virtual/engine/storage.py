@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection
+from fractions import Fraction
 from typing import Any
 
 from gpumem_magic.virtual.engine.uniform import Uniform
@@ -30,12 +31,13 @@ class Placement:
     guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
     else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
     few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
-    and once: along what no index is twice (`few`).
+    and once: along what no index is twice (`few`). among, share: among how many each element was chosen, and which share of the
+    elements is not zero (`shares`).
     """
 
     __slots__ = (
-        "address", "device", "few", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "supplied", "sure", "told",
-        "twin", "watch",
+        "address", "among", "device", "few", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "share",
+        "supplied", "sure", "told", "twin", "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
@@ -54,12 +56,15 @@ class Placement:
         self.few: int | None = None
         self.told: dict[Any, int] | None = None
         self.once: Any = None
+        self.among: int | None = None
+        self.share: Fraction | None = None
 
     def put(self, twin: Any) -> None:
         """From now on that is the twin."""
         self.twin = twin
         self.host = None
         self.few = self.told = None
+        self.among = self.share = None
 
 
 class StorageTable:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, kernel_rules, uniform
+from gpumem_magic.virtual.engine import few, guesses, kernel_rules, shares, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
 from gpumem_magic.virtual.engine.twins import leaves
 
@@ -25,7 +25,7 @@ SENDING = ("c10d", "_c10d_functional")
 class Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
 
-    equal: of equal elements it makes equal ones. few, begins, orders: see `few`.
+    equal: of equal elements it makes equal ones. few, begins, orders: see `few`; spread, chooses: see `shares`.
     """
 
     looks: bool
@@ -38,6 +38,8 @@ class Way(NamedTuple):
     few: Callable[..., Any] | None = None
     begins: bool = False
     orders: bool = False
+    spread: shares.Rule | None = None
+    chooses: bool = False
 
 
 def way_of(func: Any) -> Way:
@@ -61,6 +63,8 @@ def way_of(func: Any) -> Way:
         few=few.RULES.get(func),
         begins=func in few.BEGINNING,
         orders=func in few.ORDERING,
+        spread=shares.RULES.get(func),
+        chooses=func in shares.BEGINNING,
     )
 
 

@@ -1,6 +1,7 @@
 """What processes exchange: `torch.distributed`'s operators on tensors of a virtual GPU, which sends nothing.
 
-Other processes, if there are any, are taken to hold the same values; where the device computes, the host's tensors are sent.
+Other processes, if there are any, are taken to hold the same values; where the device computes, the host's tensors are sent, if
+there is anybody to send them to.
 PyTorch's own shape rules for these operators came after 2.9, and draw from Python's random numbers, which are the program's.
 """
 
@@ -9,15 +10,15 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine import exchanged, values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.host_calls import equivalent
+from gpumem_magic.virtual.engine.host_calls import equivalent, host_only
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.engine.twins import mapped
+from gpumem_magic.virtual.engine.twins import leaves, mapped
 
 # Those after which the tensors are taken to hold what they held: exactly so where there is one process.
 _IN_PLACE = ("broadcast_", "allreduce_", "allreduce_coalesced_", "reduce_", "send", "barrier", "monitored_barrier_")
@@ -37,6 +38,8 @@ def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[A
             yield packet.default
 
 
+_RECEIVED = {*_operators(_RECEIVING)}
+
 # What goes on by itself: `DistributedDataParallel` never waits for the handles of its all-reduces. Until a later call of the
 # group their tensors are kept (`TensorShelf` in ``ProcessGroupNCCL.cpp``, since 2.8): the buckets of the first iteration, which
 # are made anew before the second, until that one's first bucket is sent. What C++ sends otherwise it waits for.
@@ -51,6 +54,11 @@ _ASKED_FOR = 64
 
 
 def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    _take(engine, _known_after(engine, func, args))
+    return _communicated(engine, func, args, kwargs, device)
+
+
+def _communicated(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.memory.communication.communicate(func, args, kwargs, device)
     returns = len(func._schema.returns)
     if not returns:
@@ -62,9 +70,54 @@ def _exchange(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 
 
 def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    received = _known_after(engine, func, args)
     _forget(args[0])
+    _take(engine, received)
     with engine.scratch(device, _in_one(func, args)):
-        return _exchange(engine, func, args, kwargs, device)
+        return _communicated(engine, func, args, kwargs, device)
+
+
+def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.Tensor, bool]]:
+    """What a rank that is alone has in the tensors that a collective writes to, where all that is sent is known and small: each
+    with its values on the host, and whether they are sure. What others sent never is."""
+    exchange = exchanged.INTO.get(func._schema.name.partition("::")[2])
+    receives = func in _RECEIVED
+    sent = None if exchange is None else _sent(engine, args, args[1:] if receives else args)
+    written = [leaf for leaf in leaves(args[0]) if isinstance(leaf, VirtualTensor)]
+    if exchange is None or sent is None or any(leaf.numel() > values.MOST_GUESSED for leaf in written):
+        return []
+    with host_only():
+        blank = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written}
+        hosts = blank | sent.hosts
+        exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
+    return [(leaf, hosts[id(leaf)], sent.sure and not receives) for leaf in written]
+
+
+class _Sent(NamedTuple):
+    """Values on the host of what is sent, by the tensor's `id`. sure: whether none of them was guessed."""
+
+    company: exchanged.Company
+    hosts: dict[int, torch.Tensor]
+    sure: bool
+
+
+def _sent(engine: Engine, args: Any, tensors: Any) -> _Sent | None:
+    """None where others are there to send to, or where not all is known and small."""
+    given = [leaf for leaf in leaves(tensors) if isinstance(leaf, VirtualTensor)]
+    if engine.computes or not given or any(leaf.numel() > values.MOST_GUESSED for leaf in given):
+        return None
+    known = {id(leaf): found for leaf in given if (found := values.known(leaf)) is not None}
+    company = exchanged.company_of(args) if all(id(leaf) in known for leaf in given) else None
+    if company is None or company.size < 2:
+        return None
+    with host_only():
+        hosts = {name: found.host.clone() for name, found in known.items()}
+    return _Sent(company, hosts, all(found.exact for found in known.values()))
+
+
+def _take(engine: Engine, received: list[tuple[Any, torch.Tensor, bool]]) -> None:
+    for tensor, host, sure in received:
+        engine.guess(tensor, host, sure)
 
 
 # By operator which argument is a list of lists of tensors, which NCCL sends as one tensor.
@@ -94,7 +147,15 @@ def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 
 def _new(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.memory.communication.communicate(func, args, kwargs, device)
-    return engine.run(func, args, kwargs, device)
+    made = engine.run(func, args, kwargs, device)
+    exchange = exchanged.NEW.get(func._schema.name.partition("::")[2])
+    sent = None if exchange is None else _sent(engine, args, args)
+    if exchange is not None and sent is not None:
+        hosts = sent.hosts
+        with host_only():
+            received = exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
+        _take(engine, [(leaf, host, False) for leaf, host in zip(leaves(made), leaves(received), strict=True)])
+    return made
 
 
 def finished() -> Any:
@@ -151,9 +212,13 @@ def _forget(written: Any) -> None:
 
 def _done_on_host(func: Any) -> Any:
     """Where a device computes, the host's tensors are sent, and waited for."""
+    alone = exchanged.INTO.get(func._schema.name.partition("::")[2])
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
         out = func(*args, **kwargs)
+        company = None if alone is None else exchanged.company_of(args)
+        if alone is not None and company is not None:
+            alone(company, *args)
         work = out[-1] if isinstance(out, tuple) else out
         if isinstance(work, torch.ScriptObject):
             torch._C._distributed_c10d.Work.unbox(work).wait()
@@ -162,9 +227,18 @@ def _done_on_host(func: Any) -> Any:
     return exchange
 
 
-def _waited_for(func: Any) -> Any:
-    def exchange(*args: Any) -> Any:
-        return mapped(torch.ops._c10d_functional.wait_tensor.default, func(*args))
+def _waited_for(func: Any, name: str) -> Any:
+    """The same for functional collectives, some of which write into an argument."""
+    alone = exchanged.NEW.get(_PLAIN.get(name, name))
+
+    def exchange(*args: Any, **kwargs: Any) -> Any:
+        given = mapped(torch.ops._c10d_functional.wait_tensor.default, func(*args, **kwargs))
+        company = None if alone is None else exchanged.company_of(args)
+        if alone is None or company is None:
+            return given
+        for into, made in zip(leaves(given), leaves(alone(company, *args)), strict=True):
+            into.copy_(made)
+        return given
 
     return exchange
 
@@ -176,6 +250,8 @@ _FUNCTIONAL = (
 
 _IN_PLACE_FUNCTIONAL = ("all_reduce_", "all_reduce_coalesced_", "broadcast_")
 _WRITING = ("all_gather_into_tensor_out", "reduce_scatter_tensor_out")
+# Of those that write into an argument, the one that makes new tensors.
+_PLAIN = {name: name[:-1] for name in _IN_PLACE_FUNCTIONAL} | {name: name[:-4] for name in _WRITING}
 
 if torch.distributed.is_available():
     special(*_operators(("wait_tensor",), torch.ops._c10d_functional))(_waited)
@@ -185,7 +261,7 @@ if torch.distributed.is_available():
     special(*_operators(_RECEIVING))(_receive)
     for _operator in _operators(_IN_PLACE + _RECEIVING):
         equivalent(_operator)(_done_on_host(_operator))
-    for _name in _FUNCTIONAL:
+    for _name in _FUNCTIONAL + _IN_PLACE_FUNCTIONAL + _WRITING:
         if hasattr(torch.ops._c10d_functional, _name):
             _operator = getattr(torch.ops._c10d_functional, _name).default
-            equivalent(_operator)(_waited_for(_operator))
+            equivalent(_operator)(_waited_for(_operator, _name))

@@ -14,10 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import supplied, values
+from gpumem_magic.virtual.engine import shares, supplied, values
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.few import Exactly
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -271,13 +272,20 @@ def _most(engine: Engine, mask: Any) -> int:
     return mask.numel() if found is None else found
 
 
+def _selected(engine: Engine, operator: str, mask: Any) -> int:
+    """How many elements of a mask, whose values are not known, are taken to be true."""
+    most, share = _most(engine, mask), engine.share(mask)
+    likely = None if share is None or isinstance(most, Exactly) else shares.expected(share, mask)
+    return engine.selected(operator, most, likely if likely is not None and likely < most else None)
+
+
 @special(_aten.nonzero.default)
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
         return found_among(engine, device, args[0], int(host.count_nonzero()))
-    count = engine.selected("nonzero", _most(engine, args[0]))
+    count = _selected(engine, "nonzero", args[0])
     values.selects_all(args[0], count)
     return found_among(engine, device, args[0], count)
 
@@ -288,8 +296,7 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     refuse_mixed_devices(func, args, kwargs)
     mask = values.exact(args[1])
     known = None if mask is None else int(mask.expand(shape).sum())
-    most = _most(engine, args[1]) if args[1].shape == shape else shape.numel()
-    count = engine.selected("masked_select", most) if known is None else known
+    count = _selected(engine, "masked_select", args[1].expand(shape)) if known is None else known
     _note_supplied(engine, args[1])
     # The places are found first, one number for each dimension.
     with ExitStack() as held:
@@ -535,7 +542,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                     _note_supplied(engine, index)
                     count = int(host.count_nonzero())
                 else:
-                    count = engine.selected("boolean mask", _most(engine, index))
+                    count = _selected(engine, "boolean mask", index)
                     values.selects_all(index, count)
                 _hold_positions(engine, device, index, count, held)
                 expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine import exchanged
 from gpumem_magic.virtual.engine.calls import users_line
 from gpumem_magic.virtual.torch_face import stores
 from gpumem_magic.virtual.torch_face.communication import everywhere
@@ -101,6 +102,7 @@ def _install(patches: Patches, alone: Alone) -> None:
     everywhere(patches, module, {"init_process_group": partial(_first_group, alone, store)})
     makers = {"new_group": _further_group} | _OBJECTS
     everywhere(patches, module, {name: partial(make, alone) for name, make in makers.items()})
+    everywhere(patches, module, {name: _telling_reduction for name in _REDUCING if hasattr(module, name)})
     # Nobody else is there who may not come.
     group: Any = module.ProcessGroup
     patches.set(group, "monitored_barrier", lambda *args, **kwargs: None)
@@ -267,6 +269,26 @@ _OBJECTS: dict[str, Callable[[Alone, Any], Any]] = {
     "send_object_list": _send_object_list,
     "recv_object_list": _recv_object_list,
 }
+
+
+# ---- values: so has it all others'
+
+_REDUCING = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+)  # fmt: skip
+
+
+def _telling_reduction(original: Any) -> Any:
+    parameters = signature(original)
+
+    @wraps(original)
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        given.apply_defaults()
+        with exchanged.reducing(given.arguments["op"]):
+            return original(*args, **kwargs)
+
+    return reduce
 
 
 def _other(given: Mapping[str, Any], name: str) -> int:

@@ -1,0 +1,308 @@
+"""Choices among so many, and draws by chance: nobody knows which, but what share to expect.
+
+Which expert a token goes to is unknown, but among how many it was chosen is seen where it is chosen (`topk`, `argmax`). Choices
+are taken to be spread evenly: of a mask ``chosen == expert`` that share is true, and so are counts of them. A mask
+``torch.rand(n) < 0.15`` has its share by what draws it. Both belong to a storage (`among` and `share` of its `Placement`), so
+all views have them; they end when something else is written there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any, Protocol
+
+import torch
+
+from gpumem_magic.private import aten as _aten
+
+# In place of a number of choices: numbers drawn evenly between zero and one.
+UNIT = 0
+
+
+class Choices(Protocol):
+    def among(self, tensor: Any) -> int | None:
+        """Among how many each element was chosen, or `UNIT`; None where nothing is known of it."""
+
+    def at_most(self, tensor: Any) -> int | None:
+        """How many elements are not zero, at most; None where nothing is known of it."""
+
+    def share(self, tensor: Any) -> Fraction | None:
+        """Which share of a mask's elements is not zero; None where nothing says so."""
+
+
+class Spread:
+    """What an operator makes of choices. among, share: of its result, or of the part of it at a place. total: what the counts
+    that it makes add up to, and over how many of them that is spread."""
+
+    __slots__ = ("among", "place", "share", "total")
+
+    def __init__(
+        self,
+        among: int | None = None,
+        share: Fraction | None = None,
+        total: tuple[int, int] | None = None,
+        place: int | None = None,
+    ) -> None:
+        self.among, self.share, self.total, self.place = among, share, total, place
+
+
+# Rules ``rule(known, args, kwargs)``: what the result has; None where nothing follows.
+Rule = Callable[[Choices, Any, Any], "Spread | None"]
+RULES: dict[Any, Rule] = {}
+# Those with which choices begin. The others are asked where there are some.
+BEGINNING: set[Any] = set()
+
+
+def asked(rule: Rule, known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """What an operator that is to run makes of choices."""
+    try:
+        return rule(known, args, kwargs)
+    except (IndexError, RuntimeError, TypeError):
+        # (A call that is wrong: the operator says so itself.)
+        return None
+
+
+def _for(names: str, begins: bool = False) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        for name in names.split():
+            packet = getattr(_aten, name)
+            for overload in packet.overloads():
+                RULES[getattr(packet, overload)] = rule
+                if begins:
+                    BEGINNING.add(getattr(packet, overload))
+        return rule
+
+    return register
+
+
+# ---- where choices begin
+
+
+def _along(args: Any, kwargs: Any, place: int, otherwise: int | None) -> int | None:
+    """How long the dimension is that an operator chooses along; None for all of several."""
+    dim = args[place] if len(args) > place else kwargs.get("dim", otherwise)
+    source = args[0]
+    if not isinstance(source, torch.Tensor) or not source.dim():
+        return None
+    return source.shape[dim] if dim is not None else source.numel() if source.dim() == 1 else None
+
+
+def _of_length(length: int | None, place: int | None = None) -> Spread | None:
+    return Spread(among=length, place=place) if length is not None and length > 1 else None
+
+
+@_for("topk", begins=True)
+def _largest(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _of_length(_along(args, kwargs, 2, -1), 1)
+
+
+@_for("max min", begins=True)
+def _largest_and_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    # (Of all elements, or of two tensors, it gives numbers alone.)
+    chooses = "dim" in kwargs or (len(args) > 1 and isinstance(args[1], int))
+    return _of_length(_along(args, kwargs, 1, None), 1) if chooses else None
+
+
+@_for("argmax argmin", begins=True)
+def _place_of_largest(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _of_length(_along(args, kwargs, 1, None))
+
+
+@_for("multinomial", begins=True)
+def _drawn(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _of_length(_along(args[:1], {}, 1, -1))
+
+
+@_for("rand_like", begins=True)
+def _evenly_drawn(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return Spread(among=UNIT)
+
+
+@_for("uniform_", begins=True)
+def _drawn_between(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    low, high = (*args[1:3], 0.0, 1.0)[:2] if len(args) != 2 else (args[1], 1.0)
+    is_unit = (kwargs.get("from", low), kwargs.get("to", high)) == (0.0, 1.0)
+    return Spread(among=UNIT) if is_unit else None
+
+
+def _tossed(otherwise: float | None) -> Rule:
+    """With the chance of an argument, or with this one where there is none."""
+
+    def rule(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+        chance = args[1] if len(args) > 1 else kwargs.get("p", otherwise)
+        return Spread(share=_chance(chance)) if isinstance(chance, (int, float)) else None
+
+    return rule
+
+
+_for("bernoulli", begins=True)(_tossed(None))
+_for("bernoulli_", begins=True)(_tossed(0.5))
+
+
+def of_factory(name: str, low: int, high: int | None) -> int | None:
+    """Among how many a factory's numbers are drawn, by its name. low, high: the bounds of `randint`."""
+    if name in ("rand", "rand_like"):
+        return UNIT
+    return high - low if name in ("randint", "randint_like") and high is not None and high - low > 1 else None
+
+
+def _chance(number: float) -> Fraction:
+    return Fraction(min(max(number, 0.0), 1.0)).limit_denominator(1 << 20)
+
+
+# ---- masks
+
+
+def _complement(rule: Rule) -> Rule:
+    def other(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+        found = rule(known, args, kwargs)
+        return None if found is None or found.share is None else Spread(share=1 - found.share)
+
+    return other
+
+
+def _equal(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """Choices beside one of those to choose among, or beside each."""
+    for one, other in ((args[0], args[1]), (args[1], args[0])):
+        among = known.among(one) if isinstance(one, torch.Tensor) else None
+        if not among:
+            continue
+        # (A number for each choice says what was right, and not who goes where.)
+        each = isinstance(other, torch.Tensor) and other.shape == torch.broadcast_shapes(one.shape, other.shape)
+        return None if each and other.numel() > 1 else Spread(share=Fraction(1, among))
+    share = known.share(args[0])
+    if share is None or isinstance(args[1], torch.Tensor):
+        return None
+    return Spread(share=share if args[1] else 1 - share)
+
+
+def _below(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """Draws between zero and one, or zeros and ones, that are lower than a number."""
+    number = args[1]
+    if isinstance(number, torch.Tensor):
+        return None
+    if known.among(args[0]) == UNIT:
+        return Spread(share=_chance(number))
+    share = known.share(args[0])
+    return Spread(share=1 - share) if share is not None and 0 <= number <= 1 else None
+
+
+_for("eq")(_equal)
+_for("ne")(_complement(_equal))
+_for("lt le")(_below)
+_for("gt ge")(_complement(_below))
+
+
+@_for("scatter scatter_")
+def _marked(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """Of zeros, those that rows choose; Transformers' masks have one place more, which nobody does."""
+    into, dim, index = args[:3]
+    among = known.among(index)
+    if not among or among > into.shape[dim] or known.at_most(into) != 0:
+        return None
+    return Spread(share=Fraction(index.numel(), into.numel() // into.shape[dim] * among))
+
+
+@_for("logical_not bitwise_not")
+def _inverted(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    share = known.share(args[0]) if args[0].dtype == torch.bool else None
+    return None if share is None else Spread(share=1 - share)
+
+
+def _of_both(known: Choices, args: Any) -> list[Fraction]:
+    shares = [known.share(arg) for arg in args[:2] if isinstance(arg, torch.Tensor)]
+    return [share for share in shares if share is not None]
+
+
+@_for("logical_and bitwise_and __and__ logical_and_ bitwise_and_ __iand__ mul mul_")
+def _and(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """(Who is turned away besides is not known.)"""
+    found = _of_both(known, args)
+    return Spread(share=math.prod(found, start=Fraction(1))) if found else None
+
+
+@_for("logical_or bitwise_or __or__ logical_or_ bitwise_or_ __ior__")
+def _or(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    found = _of_both(known, args)
+    return Spread(share=1 - (1 - found[0]) * (1 - found[1])) if len(found) == 2 else None
+
+
+@_for("any")
+def _any(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """(No row chooses the same twice.)"""
+    share = known.share(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if share is None or not isinstance(dim, int):
+        return None
+    return Spread(share=min(Fraction(1), share * args[0].shape[dim]))
+
+
+# ---- what is only moved
+
+
+@_for("clone _to_copy index index_select gather masked_select repeat")
+def _same(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    among, share = known.among(args[0]), known.share(args[0])
+    return None if among is None and share is None else Spread(among=among, share=share)
+
+
+@_for("cat stack")
+def _together(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    parts = [(known.among(tensor), known.share(tensor)) for tensor in args[0]]
+    among, share = parts[0] if parts else (None, None)
+    return Spread(among=among, share=share) if any(parts[:1]) and all(part == parts[0] for part in parts) else None
+
+
+# ---- counts
+
+
+def is_counted(tensor: torch.Tensor) -> bool:
+    """Whether it has integers or flags."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+@_for("sum count_nonzero")
+def _counted(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    share = known.share(args[0]) if is_counted(args[0]) else None
+    if share is None:
+        return None
+    total, most = expected(share, args[0]), known.at_most(args[0])
+    return Spread(total=(total if most is None else min(total, most), 0))
+
+
+@_for("bincount")
+def _counts(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    among = known.among(args[0])
+    weighted = kwargs.get("weights", args[1] if len(args) > 1 else None) is not None
+    return Spread(total=(args[0].numel(), among)) if among and not weighted else None
+
+
+@_for("histc")
+def _histogram(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """A bin for each choice: with as many as there are, and none besides."""
+    among = known.among(args[0])
+    bins = kwargs.get("bins", args[1] if len(args) > 1 else 100)
+    return Spread(total=(args[0].numel(), among)) if among and among == bins else None
+
+
+def spread_evenly(total: int, among: int, like: torch.Tensor) -> torch.Tensor:
+    """Counts in a tensor's shape on the host that add up to `total`, over its first ones (0: all)."""
+    places = _aten.arange.default(like.numel())
+    over = max(1, min(among or like.numel(), like.numel()))
+    counts = (total // over + (places < total % over).long()) * (places < over)
+    shaped: torch.Tensor = counts.reshape(like.shape).to(like.dtype)
+    return shaped
+
+
+def fill(host: torch.Tensor, share: Fraction) -> torch.Tensor:
+    """Writes a mask into a host tensor that has its share of ones, evenly apart."""
+    part = share.limit_denominator(1 << 20)
+    ends = (_aten.arange.default(host.numel() + 1) * part.numerator + part.denominator - 1) // part.denominator
+    return host.copy_(ends.diff().reshape(host.shape))
+
+
+def expected(share: Fraction, mask: torch.Tensor) -> int:
+    """How many elements of a mask are taken to be true."""
+    return -int(-share * mask.numel() // 1)
