@@ -217,7 +217,8 @@ def cross_entropy_loss(
             usual, self, target, weight, reduction, ignore_index, label_smoothing
         )
     classes = 0 if self.dim() == 1 else 1
-    logarithms = torch.log_softmax(self, classes)
+    # (With its type said autocast leaves it in that.)
+    logarithms = torch.log_softmax(self, classes, self.dtype)
     loss = F.nll_loss(logarithms, target, weight, ignore_index=ignore_index)
     spread = weight.view([-1 if place == classes else 1 for place in range(self.dim())])
     weighted = logarithms * spread
