@@ -568,7 +568,7 @@ def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
         some = rows[rows[:, 0] > 0.5]
     assert len(some) == 150
     before, doubt, place = measured.report.answer.partition("A selection may have another size on a GPU: ")
-    assert before.startswith("Of 7")
+    assert before.startswith("Of 5")
     assert doubt
     assert re.search(r"read at `test_values_headline\.py:\d+`", place)
     with gpumem_magic.measure(device="T4") as measured:
