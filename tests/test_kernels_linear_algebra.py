@@ -31,7 +31,7 @@ def machine() -> Iterator[None]:
 
 
 def matrix(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, device="cuda")
+    return torch.rand(shape, device="cuda")
 
 
 # Whether any code says that it went wrong: of one matrix it is converted to a truth value.

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.host_calls import host_only
 from gpumem_magic.virtual.engine.mismatch import in_full_precision, refuse_half_precision, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusolver
@@ -728,6 +730,11 @@ def _svd(args: Any, kwargs: Any, out: Any) -> list[int]:
 
 @special(_aten._linalg_check_errors.default)
 def _check(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> None:
-    """Whether any code says that it went wrong (``BatchLinearAlgebra.cpp``). C++ asks no meta tensor."""
+    """Whether any code says that it went wrong (``BatchLinearAlgebra.cpp``). C++ asks no meta tensor; codes that are known raise
+    what it says of them."""
     with pushed(engine.mode):
         args[0].any()
+    known = values.exact(args[0])
+    if known is not None:
+        with host_only():
+            func(known, *args[1:], **kwargs)
