@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +16,11 @@ import torch
 _REDUCTION: ContextVar[Any] = ContextVar("reduction", default=None)
 
 
-class Company:
+class Company(NamedTuple):
     """A group's processes, which all hold the same: how many they are, and which of them this one is."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    rank: int
+    size: int
 
 
 def company_of(args: Sequence[Any]) -> Company | None:

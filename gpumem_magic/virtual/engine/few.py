@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.rule_book import RuleBook
 
 
 class Exactly(int):
@@ -33,33 +34,8 @@ class HowMany(Protocol):
 
 # Rules ``rule(known, args, kwargs)``: how many elements of the result are not zero, at most; None where nothing says so.
 Rule = Callable[[HowMany, Any, Any], "int | None"]
-RULES: dict[Any, Rule] = {}
-# Those with which a bound may begin. The others are asked where there is one.
-BEGINNING: set[Any] = set()
-
-
-def asked(rule: Rule | None, known: HowMany, args: Any, kwargs: Any) -> int | None:
-    """The bound of an operator that is to run; None where nothing is said of it."""
-    if rule is None:
-        return None
-    try:
-        return rule(known, args, kwargs)
-    except (IndexError, RuntimeError):
-        # (A call that is wrong: the operator says so itself.)
-        return None
-
-
-def _for(names: str, begins: bool = False) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names.split():
-            packet = getattr(_aten, name)
-            for overload in packet.overloads():
-                RULES[getattr(packet, overload)] = rule
-                if begins:
-                    BEGINNING.add(getattr(packet, overload))
-        return rule
-
-    return register
+_BOOK: RuleBook[Rule] = RuleBook()
+_for, asked, RULES, BEGINNING = _BOOK.of, _BOOK.ask, _BOOK.rules, _BOOK.beginning
 
 
 @_for("index_put_ index_put", begins=True)

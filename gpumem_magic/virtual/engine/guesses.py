@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.rule_book import RuleBook
 from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor
 
 # Each element is its place along the last dimension.
@@ -26,18 +27,8 @@ _Rule = Callable[..., Any]
 
 # Rules ``rule(fresh, out, args, kwargs)``: the guess for a result, or a tuple of them. fresh() gives a number, each time a
 # smaller one.
-RULES: dict[Any, _Rule] = {}
-
-
-def _for(names: str) -> Callable[[_Rule], _Rule]:
-    def register(rule: _Rule) -> _Rule:
-        for name in names.split():
-            packet = getattr(_aten, name, None)
-            for overload in () if packet is None else packet.overloads():
-                RULES[getattr(packet, overload)] = rule
-        return rule
-
-    return register
+_BOOK: RuleBook[_Rule] = RuleBook()
+_for, RULES = _BOOK.of, _BOOK.rules
 
 
 def of(value: Any) -> Any:

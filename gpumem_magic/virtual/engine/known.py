@@ -292,9 +292,7 @@ class KnownEngine(ComputingEngine):
         self._nested = True
         try:
             most = few.asked(way.few, self, args, kwargs) if self._bounded or way.begins else None
-            spread = None
-            if way.spread is not None and (self._spread or way.chooses):
-                spread = shares.asked(way.spread, self, args, kwargs)
+            spread = shares.asked(way.spread, self, args, kwargs) if self._spread or way.chooses else None
             if way.makes or any_known(args) or (kwargs and any_known(kwargs.values())):
                 out = self._followed(way, func, args, kwargs, device)
             else:

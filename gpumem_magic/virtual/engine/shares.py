@@ -11,11 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine.rule_book import RuleBook
 
 # In place of a number of choices: numbers drawn evenly between zero and one.
 UNIT = 0
@@ -32,49 +33,20 @@ class Choices(Protocol):
         """Which share of a mask's elements is not zero; None where nothing says so."""
 
 
-class Spread:
+class Spread(NamedTuple):
     """What an operator makes of choices. among, share: of its result, or of the part of it at a place. total: what the counts
-    that it makes add up to, and over how many of them that is spread."""
+    that it makes add up to, and over how many of them that is spread (0: all)."""
 
-    __slots__ = ("among", "place", "share", "total")
-
-    def __init__(
-        self,
-        among: int | None = None,
-        share: Fraction | None = None,
-        total: tuple[int, int] | None = None,
-        place: int | None = None,
-    ) -> None:
-        self.among, self.share, self.total, self.place = among, share, total, place
+    among: int | None = None
+    share: Fraction | None = None
+    total: tuple[int, int] | None = None
+    place: int | None = None
 
 
 # Rules ``rule(known, args, kwargs)``: what the result has; None where nothing follows.
 Rule = Callable[[Choices, Any, Any], "Spread | None"]
-RULES: dict[Any, Rule] = {}
-# Those with which choices begin. The others are asked where there are some.
-BEGINNING: set[Any] = set()
-
-
-def asked(rule: Rule, known: Choices, args: Any, kwargs: Any) -> Spread | None:
-    """What an operator that is to run makes of choices."""
-    try:
-        return rule(known, args, kwargs)
-    except (IndexError, RuntimeError, TypeError):
-        # (A call that is wrong: the operator says so itself.)
-        return None
-
-
-def _for(names: str, begins: bool = False) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        for name in names.split():
-            packet = getattr(_aten, name)
-            for overload in packet.overloads():
-                RULES[getattr(packet, overload)] = rule
-                if begins:
-                    BEGINNING.add(getattr(packet, overload))
-        return rule
-
-    return register
+_BOOK: RuleBook[Rule] = RuleBook()
+_for, asked, RULES, BEGINNING = _BOOK.of, _BOOK.ask, _BOOK.rules, _BOOK.beginning
 
 
 # ---- where choices begin
