@@ -157,6 +157,16 @@ def test_a_rank_alone_has_what_others_like_it_would_send(alone: None, call: Call
     assert (made.tolist() if isinstance(made, torch.Tensor) else [one.tolist() for one in made]) == wanted
 
 
+def test_numbers_on_the_host_are_summed_up_as_well(alone: None) -> None:
+    samples, elsewhere = torch.tensor([3, 5]), torch.tensor([3, 5])
+    dist.all_reduce(samples)
+    dist.reduce(elsewhere, 0)
+    assert (samples.tolist(), elsewhere.tolist()) == ([12, 20], [3, 5])
+    dist.reduce(elsewhere, RANK, op=dist.ReduceOp.MAX)
+    dist.all_reduce(samples, op=dist.ReduceOp.AVG)
+    assert (samples.tolist(), elsewhere.tolist()) == ([12, 20], [3, 5])
+
+
 def test_experts_on_other_ranks_get_as_many_rows_as_they_are_told(alone: None) -> None:
     """How many rows go where is exchanged first, and read."""
     x = torch.ones(64, 4, device="cuda")

@@ -68,6 +68,12 @@ def _reduced(tensor: torch.Tensor, size: int, name: str = "") -> torch.Tensor:
     return tensor
 
 
+def reduce(tensors: Sequence[torch.Tensor], size: int) -> None:
+    """Has tensors be what as many equal ones reduce to, as the call under way does it."""
+    for tensor in tensors:
+        tensor.copy_(_reduced(tensor, size))
+
+
 def _rows(given: torch.Tensor, into: torch.Tensor, splits: Sequence[Sequence[int]], company: Company) -> torch.Tensor:
     """What all others send to this one: the part that it would send to itself. splits: of the result, and of what is sent."""
     to_me, sent = (
@@ -83,8 +89,7 @@ def _rows(given: torch.Tensor, into: torch.Tensor, splits: Sequence[Sequence[int
 
 
 def _reduce_in_place(company: Company, tensors: Any, *others: Any) -> None:
-    for tensor in [tensors] if isinstance(tensors, torch.Tensor) else tensors:
-        tensor.copy_(_reduced(tensor, company.size))
+    reduce([tensors] if isinstance(tensors, torch.Tensor) else tensors, company.size)
 
 
 def _reduce_at_root(company: Company, tensors: Any, group: Any, operation: Any, root: int, *others: Any) -> None:

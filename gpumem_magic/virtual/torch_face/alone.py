@@ -286,9 +286,21 @@ def _telling_reduction(original: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         given.apply_defaults()
         with exchanged.reducing(given.arguments["op"]):
-            return original(*args, **kwargs)
+            handle = original(*args, **kwargs)
+            _reduce_on_host(given.arguments)
+        return handle
 
     return reduce
+
+
+def _reduce_on_host(given: Mapping[str, Any]) -> None:
+    """Those of the host, which C++ leaves as they are; a device's see to it themselves."""
+    tensors = given.get("tensors", [given.get("tensor")])
+    group = given.get("group")
+    reaches = ("dst" not in given and "group_dst" not in given) or _is_meant(given, "dst")
+    if reaches and torch.distributed.get_rank(group) >= 0:
+        on_host = [tensor for tensor in tensors if type(tensor) is torch.Tensor and tensor.device.type == "cpu"]
+        exchanged.reduce(on_host, torch.distributed.get_world_size(group))
 
 
 def _other(given: Mapping[str, Any], name: str) -> int:
