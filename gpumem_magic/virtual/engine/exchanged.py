@@ -1,30 +1,39 @@
-"""What a collective gives where every process is taken to hold what this one has: a rank that runs alone.
+"""What a collective gives where every process is taken to hold what this one has: where nothing is sent, and in a rank that runs
+alone.
 
 On the host's tensors. What only others hold (`recv`, `scatter` from another) is not known, and reads as zeros.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 
+# The functions of `torch.distributed` that reduce, by an argument `op`.
+REDUCING = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+)  # fmt: skip
 # How the call under way reduces: C++ hands on an object that does not say it.
 _REDUCTION: ContextVar[Any] = ContextVar("reduction", default=None)
 
 
 class Company(NamedTuple):
-    """A group's processes, which all hold the same: how many they are, and which of them this one is."""
+    """A group's processes, which all hold the same: how many they are, and which of them this one is.
+
+    alone: whether it is the only one that runs."""
 
     rank: int
     size: int
+    alone: bool
 
 
 def company_of(args: Sequence[Any]) -> Company | None:
-    """The place in the group that a collective goes to, where nobody else is there; else None.
+    """Of the group that a collective goes to; None where it says none, or where this process is none of it.
 
     `FakeProcessGroup` and `_resolve_process_group` are private to PyTorch; used with 2.13.
     """
@@ -38,20 +47,25 @@ def company_of(args: Sequence[Any]) -> Company | None:
             return None
         home: Any = torch.distributed.distributed_c10d
         group = home._resolve_process_group(name)
-    backend = group._get_backend(torch.device("cpu"))
-    if type(backend).__name__ != "FakeProcessGroup":
-        return None
-    return Company(group.rank(), group.size())
+    alone = type(group._get_backend(torch.device("cpu"))).__name__ == "FakeProcessGroup"
+    return Company(group.rank(), group.size(), alone) if group.rank() >= 0 else None
 
 
-@contextmanager
-def reducing(operation: Any) -> Iterator[None]:
-    """Inside, collectives reduce so: a `ReduceOp`."""
-    before = _REDUCTION.set(operation)
-    try:
-        yield
-    finally:
-        _REDUCTION.reset(before)
+def telling(original: Any) -> Any:
+    """In place of a function of `torch.distributed` that reduces: while it runs, collectives reduce as its argument says."""
+    parameters = signature(original)
+
+    @functools.wraps(original)
+    def reduce(*args: Any, **kwargs: Any) -> Any:
+        given = parameters.bind(*args, **kwargs)
+        given.apply_defaults()
+        before = _REDUCTION.set(given.arguments["op"])
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _REDUCTION.reset(before)
+
+    return reduce
 
 
 def _reduced(tensor: torch.Tensor, size: int, name: str = "") -> torch.Tensor:

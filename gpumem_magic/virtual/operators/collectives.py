@@ -78,8 +78,8 @@ def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 
 
 def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.Tensor, bool]]:
-    """What a rank that is alone has in the tensors that a collective writes to, where all that is sent is known and small: each
-    with its values on the host, and whether they are sure. What others sent never is."""
+    """What is in the tensors that a collective writes to, where all that is sent is known and small: each with its values on the
+    host, and whether they are sure. What others sent never is."""
     exchange = exchanged.INTO.get(func._schema.name.partition("::")[2])
     receives = func in _RECEIVED
     sent = None if exchange is None else _sent(engine, args, args[1:] if receives else args)
@@ -90,7 +90,8 @@ def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.
         blank = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written}
         hosts = blank | sent.hosts
         exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
-    return [(leaf, hosts[id(leaf)], sent.sure and not receives) for leaf in written]
+    sure = sent.sure and (not receives or sent.company.size < 2)
+    return [(leaf, hosts[id(leaf)], sure) for leaf in written]
 
 
 class _Sent(NamedTuple):
@@ -102,13 +103,13 @@ class _Sent(NamedTuple):
 
 
 def _sent(engine: Engine, args: Any, tensors: Any) -> _Sent | None:
-    """None where others are there to send to, or where not all is known and small."""
+    """None where not all is known and small."""
     given = [leaf for leaf in leaves(tensors) if isinstance(leaf, VirtualTensor)]
     if engine.computes or not given or any(leaf.numel() > values.MOST_GUESSED for leaf in given):
         return None
     known = {id(leaf): found for leaf in given if (found := values.known(leaf)) is not None}
     company = exchanged.company_of(args) if all(id(leaf) in known for leaf in given) else None
-    if company is None or company.size < 2:
+    if company is None:
         return None
     with host_only():
         hosts = {name: found.host.clone() for name, found in known.items()}
@@ -154,7 +155,8 @@ def _new(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         hosts = sent.hosts
         with host_only():
             received = exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
-        _take(engine, [(leaf, host, False) for leaf, host in zip(leaves(made), leaves(received), strict=True)])
+        sure = sent.sure and sent.company.size < 2
+        _take(engine, [(leaf, host, sure) for leaf, host in zip(leaves(made), leaves(received), strict=True)])
     return made
 
 
@@ -217,7 +219,7 @@ def _done_on_host(func: Any) -> Any:
     def exchange(*args: Any, **kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         company = None if alone is None else exchanged.company_of(args)
-        if alone is not None and company is not None:
+        if alone is not None and company is not None and company.alone:
             alone(company, *args)
         work = out[-1] if isinstance(out, tuple) else out
         if isinstance(work, torch.ScriptObject):
@@ -234,7 +236,7 @@ def _waited_for(func: Any, name: str) -> Any:
     def exchange(*args: Any, **kwargs: Any) -> Any:
         given = mapped(torch.ops._c10d_functional.wait_tensor.default, func(*args, **kwargs))
         company = None if alone is None else exchanged.company_of(args)
-        if alone is None or company is None:
+        if alone is None or company is None or not company.alone:
             return given
         for into, made in zip(leaves(given), leaves(alone(company, *args)), strict=True):
             into.copy_(made)

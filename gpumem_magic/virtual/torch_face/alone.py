@@ -102,7 +102,7 @@ def _install(patches: Patches, alone: Alone) -> None:
     everywhere(patches, module, {"init_process_group": partial(_first_group, alone, store)})
     makers = {"new_group": _further_group} | _OBJECTS
     everywhere(patches, module, {name: partial(make, alone) for name, make in makers.items()})
-    everywhere(patches, module, {name: _telling_reduction for name in _REDUCING if hasattr(module, name)})
+    everywhere(patches, module, {name: _summing_up_on_host for name in exchanged.REDUCING if hasattr(module, name)})
     # Nobody else is there who may not come.
     group: Any = module.ProcessGroup
     patches.set(group, "monitored_barrier", lambda *args, **kwargs: None)
@@ -273,28 +273,23 @@ _OBJECTS: dict[str, Callable[[Alone, Any], Any]] = {
 
 # ---- values: so has it all others'
 
-_REDUCING = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
-)  # fmt: skip
 
-
-def _telling_reduction(original: Any) -> Any:
+def _summing_up_on_host(original: Any) -> Any:
+    """Tensors of the host, too, which C++ leaves as they are; a device's see to it themselves."""
     parameters = signature(original)
 
     @wraps(original)
     def reduce(*args: Any, **kwargs: Any) -> Any:
         given = parameters.bind(*args, **kwargs)
         given.apply_defaults()
-        with exchanged.reducing(given.arguments["op"]):
-            handle = original(*args, **kwargs)
-            _reduce_on_host(given.arguments)
+        handle = original(*args, **kwargs)
+        _reduce_on_host(given.arguments)
         return handle
 
-    return reduce
+    return exchanged.telling(reduce)
 
 
 def _reduce_on_host(given: Mapping[str, Any]) -> None:
-    """Those of the host, which C++ leaves as they are; a device's see to it themselves."""
     tensors = given.get("tensors", [given.get("tensor")])
     group = given.get("group")
     reaches = ("dst" not in given and "group_dst" not in given) or _is_meant(given, "dst")

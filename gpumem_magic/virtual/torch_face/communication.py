@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine import exchanged, values
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import collectives
@@ -193,6 +193,7 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
         "recv_object_list": _on_host,
     }
     everywhere(patches, module, makers)
+    everywhere(patches, module, {name: exchanged.telling for name in exchanged.REDUCING if hasattr(module, name)})
     # Not in the module itself, which asks what it can send.
     everywhere(patches, module, {"get_backend": nccl.as_asked}, inside=False)
     group: Any = module.ProcessGroup
