@@ -484,3 +484,16 @@ def get_lst_from_rank0(lst):
         del sys.modules[name]
     with pytest.warns(UserWarning, match="gloo is used instead"):
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def test_a_compiled_function_that_sums_up_over_ranks_is_one_graph() -> None:
+    """Dynamo knows PyTorch's functions by their identity."""
+
+    def summed(x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        dist.all_reduce(doubled)
+        return doubled.relu()
+
+    x = torch.ones(4, 4, device="cuda")
+    assert torch.compile(summed, fullgraph=True)(x).shape == (4, 4)
+    assert torch._dynamo.explain(summed)(x).graph_count == 1

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
 
-# The functions of `torch.distributed` that reduce, by an argument `op`.
+# The methods of a group that reduce, some of which older versions lack. (Functions of `torch.distributed` stay as they are:
+# Dynamo knows them by their identity.)
 REDUCING = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced",
 )  # fmt: skip
 # How the call under way reduces: C++ hands on an object that does not say it.
 _REDUCTION: ContextVar[Any] = ContextVar("reduction", default=None)
@@ -38,28 +38,24 @@ def company_of(args: Sequence[Any]) -> Company | None:
     `FakeProcessGroup` and `_resolve_process_group` are private to PyTorch; used with 2.13.
     """
     given = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-    group: Any
-    if given is not None:
-        group = torch.distributed.ProcessGroup.unbox(given)
-    else:
-        name = next((arg for arg in reversed(args) if isinstance(arg, str)), None)
-        if name is None:
-            return None
-        home: Any = torch.distributed.distributed_c10d
-        group = home._resolve_process_group(name)
-    alone = type(group._get_backend(torch.device("cpu"))).__name__ == "FakeProcessGroup"
+    name = next((arg for arg in reversed(args) if isinstance(arg, str)), None)
+    home: Any = torch.distributed.distributed_c10d
+    try:
+        group: Any = home._resolve_process_group(name) if given is None else torch.distributed.ProcessGroup.unbox(given)
+        alone = type(group._get_backend(torch.device("cpu"))).__name__ == "FakeProcessGroup"
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        # (A group of the program's own kind, or one that is no more.)
+        return None
     return Company(group.rank(), group.size(), alone) if group.rank() >= 0 else None
 
 
 def telling(original: Any) -> Any:
-    """In place of a function of `torch.distributed` that reduces: while it runs, collectives reduce as its argument says."""
-    parameters = signature(original)
+    """In place of a group's method that reduces: while it runs, collectives reduce as its options say."""
 
     @functools.wraps(original)
     def reduce(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        before = _REDUCTION.set(given.arguments["op"])
+        given = [getattr(one, "reduceOp", one) for one in (*args[2:], *kwargs.values())]
+        before = _REDUCTION.set(next((one for one in given if type(one).__name__ in ("ReduceOp", "RedOpType")), None))
         try:
             return original(*args, **kwargs)
         finally:

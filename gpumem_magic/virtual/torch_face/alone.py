@@ -102,10 +102,11 @@ def _install(patches: Patches, alone: Alone) -> None:
     everywhere(patches, module, {"init_process_group": partial(_first_group, alone, store)})
     makers = {"new_group": _further_group} | _OBJECTS
     everywhere(patches, module, {name: partial(make, alone) for name, make in makers.items()})
-    everywhere(patches, module, {name: _summing_up_on_host for name in exchanged.REDUCING if hasattr(module, name)})
     # Nobody else is there who may not come.
     group: Any = module.ProcessGroup
     patches.set(group, "monitored_barrier", lambda *args, **kwargs: None)
+    for name in ("allreduce", "allreduce_coalesced", "reduce"):
+        patches.set(group, name, _summing_up_on_host(getattr(group, name)))
     # Outside of the module it is another function already (`communication`).
     for home in (module, torch.distributed):
         everywhere(patches, home, {"get_backend": partial(_as_asked, alone)})
@@ -276,26 +277,18 @@ _OBJECTS: dict[str, Callable[[Alone, Any], Any]] = {
 
 def _summing_up_on_host(original: Any) -> Any:
     """Tensors of the host, too, which C++ leaves as they are; a device's see to it themselves."""
-    parameters = signature(original)
 
     @wraps(original)
-    def reduce(*args: Any, **kwargs: Any) -> Any:
-        given = parameters.bind(*args, **kwargs)
-        given.apply_defaults()
-        handle = original(*args, **kwargs)
-        _reduce_on_host(given.arguments)
+    def reduce(group: Any, tensors: Any, *others: Any, **kwargs: Any) -> Any:
+        handle = original(group, tensors, *others, **kwargs)
+        roots = [one.rootRank for one in (*others, *kwargs.values()) if hasattr(one, "rootRank")]
+        if group.rank() in (roots or [group.rank()]):
+            given = tensors if isinstance(tensors, list) else [tensors]
+            on_host = [tensor for tensor in given if type(tensor) is torch.Tensor and tensor.device.type == "cpu"]
+            exchanged.reduce(on_host, group.size())
         return handle
 
     return exchanged.telling(reduce)
-
-
-def _reduce_on_host(given: Mapping[str, Any]) -> None:
-    tensors = given.get("tensors", [given.get("tensor")])
-    group = given.get("group")
-    reaches = ("dst" not in given and "group_dst" not in given) or _is_meant(given, "dst")
-    if reaches and torch.distributed.get_rank(group) >= 0:
-        on_host = [tensor for tensor in tensors if type(tensor) is torch.Tensor and tensor.device.type == "cpu"]
-        exchanged.reduce(on_host, torch.distributed.get_world_size(group))
 
 
 def _other(given: Mapping[str, Any], name: str) -> int:

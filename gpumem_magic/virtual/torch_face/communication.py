@@ -193,11 +193,13 @@ def _process_groups(patches: Patches, engine: Engine) -> None:
         "recv_object_list": _on_host,
     }
     everywhere(patches, module, makers)
-    everywhere(patches, module, {name: exchanged.telling for name in exchanged.REDUCING if hasattr(module, name)})
     # Not in the module itself, which asks what it can send.
     everywhere(patches, module, {"get_backend": nccl.as_asked}, inside=False)
     group: Any = module.ProcessGroup
     patches.set(group, "_get_backend_name", nccl.named(group._get_backend_name))
+    for name in exchanged.REDUCING:
+        if hasattr(group, name):
+            patches.set(group, name, exchanged.telling(getattr(group, name)))
     # That, too, would look there for NCCL's types.
     patches.set(torch.distributed, "is_nccl_available", lambda: True)
 
