@@ -18,9 +18,10 @@ from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import COMPRESSED, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.operators import cusparse
-from gpumem_magic.virtual.operators.compressed_parts import IN_BLOCKS, copied, is_compressed, made, parts
+from gpumem_magic.virtual.operators.compressed_parts import IN_BLOCKS, is_compressed, made, parts
 from gpumem_magic.virtual.operators.compressing import flipped
 from gpumem_magic.virtual.operators.data_dependent import _placed
+from gpumem_magic.virtual.operators.shapes import empty_like
 from gpumem_magic.virtual.operators.sparse import hold_for_cusparse
 
 _32_BITS = 4
@@ -47,8 +48,8 @@ def _passes(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 def _like(engine: Engine, source: Any, elements: Any, device: int) -> Any:
     """With other values in the same places, which PyTorch copies: of a call's arguments C++ works out the last first."""
     old = parts(engine, source)
-    plain = copied(engine, old.plain, device)
-    return sparse_of((copied(engine, old.compressed, device), plain, elements), source.shape, source.layout)
+    plain = empty_like(engine, old.plain, device)
+    return sparse_of((empty_like(engine, old.compressed, device), plain, elements), source.shape, source.layout)
 
 
 @_compressed(
@@ -71,7 +72,7 @@ def _zeros(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
 
 
 @_compressed(_aten._to_copy.default)
-def _tocopied(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     old, target = parts(engine, args[0]), kwargs.get("device")
     # (They come first, as an H100 was asked.)
     elements = old.values.to(target, kwargs.get("dtype"), copy=True)
@@ -91,7 +92,7 @@ def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         count = engine.selected("product of sparse tensors", min(old.elements, parts(engine, right).elements))
         return made(engine, left.shape, left.dtype, left.layout, count, device, old.values.shape[left.dim() - 1 :])
     if isinstance(right, torch.Tensor) and right.dim():
-        return _like(engine, left, copied(engine, old.values, device), device)
+        return _like(engine, left, empty_like(engine, old.values, device), device)
     return _like(engine, left, func(old.values, right), device)
 
 
@@ -100,7 +101,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     refuse_mixed_devices(func, args, kwargs)
     left, right = args[:2]
     if not (is_compressed(left) and is_compressed(right)):
-        return copied(engine, right if is_compressed(left) else left, device)
+        return empty_like(engine, right if is_compressed(left) else left, device)
     most = parts(engine, left).elements + parts(engine, right).elements
     count = engine.selected("sum of sparse tensors", min(most, math.prod(left.shape[-2:])))
     return made(engine, left.shape, left.dtype, left.layout, count, device)
@@ -121,8 +122,8 @@ def _sampled(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     refuse_mixed_devices(func, args, kwargs)
     old = parts(engine, args[0])
     with engine.scratch(device, old.compressed.element_size()):
-        compressed = copied(engine, old.compressed, device)
-    made_of = compressed, copied(engine, old.plain, device), copied(engine, old.values, device)
+        compressed = empty_like(engine, old.compressed, device)
+    made_of = compressed, empty_like(engine, old.plain, device), empty_like(engine, old.values, device)
     hold_for_cusparse(engine, device, 1)
     return sparse_of(made_of, args[0].shape, args[0].layout)
 

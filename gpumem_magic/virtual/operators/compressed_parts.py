@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.operators.data_dependent import _placed
@@ -41,10 +40,6 @@ def parts(engine: Engine, tensor: Any) -> CompressedParts:
 
 def is_compressed(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.layout not in (torch.strided, torch.sparse_coo)
-
-
-def copied(engine: Engine, tensor: Any, device: int) -> Any:
-    return engine.run(_aten.empty_like.default, (tensor,), {}, device)
 
 
 def made(

@@ -125,12 +125,11 @@ def _places_of(engine: Engine, source: Any, device: int) -> Any:
     if source.layout not in IN_BLOCKS:
         indices = _placed(engine, listed, torch.int64, device)
         return join_coordinates(indices, old.values.flatten(0, len(batches)), source.shape, source.layout in BY_ROWS)
-    inside, one = math.prod(old.values.shape[-2:]), _INDEX
-    with engine.scratch(device, math.prod(listed) * one, listed[0] * inside * one, first_out=True):
-        with engine.scratch(device, sum(old.values.shape[-2:]) // 2 * one, 2 * inside * one, first_out=True):
+    inside = math.prod(old.values.shape[-2:])
+    with engine.scratch(device, math.prod(listed) * _INDEX, listed[0] * inside * _INDEX, first_out=True):
+        with engine.scratch(device, sum(old.values.shape[-2:]) // 2 * _INDEX, 2 * inside * _INDEX, first_out=True):
             pass
-        with ExitStack() as held:
-            held.enter_context(engine.scratch(device, listed[0] * one, math.prod(listed) * one))
+        with engine.scratch(device, listed[0] * _INDEX, math.prod(listed) * _INDEX):
             indices = _placed(engine, (listed[0], count * inside), torch.int64, device)
     return join_coordinates(indices, old.values.flatten(), source.shape, False)
 

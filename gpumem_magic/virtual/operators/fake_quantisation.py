@@ -16,10 +16,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
-
-
-def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
-    return engine.run(_aten.empty_like.default, (tensor,), {} if dtype is None else {"dtype": dtype}, device)
+from gpumem_magic.virtual.operators.shapes import empty_like
 
 
 def _look_through(engine: Engine, zero_points: Any) -> None:
@@ -41,7 +38,7 @@ def _rounded(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     of_channels = func is _aten.fake_quantize_per_channel_affine_cachemask.default
     if of_channels and not args[2].is_floating_point() and args[2].numel():
         _look_through(engine, args[2])
-    return _like(engine, args[0], device), _like(engine, args[0], device, torch.bool)
+    return empty_like(engine, args[0], device), empty_like(engine, args[0], device, torch.bool)
 
 
 _OF_CHANNELS = overloads(
@@ -56,9 +53,9 @@ def _rounded_as_learnt(engine: Engine, func: Any, args: Any, kwargs: Any, device
     integers: Any = None
     if func in _OF_CHANNELS and zero_points.numel():
         with engine.scratch(device, bytes_of(zero_points)):
-            integers = _like(engine, zero_points, device, torch.int32)
+            integers = empty_like(engine, zero_points, device, torch.int32)
         _look_through(engine, integers)
-    out = _like(engine, source, device)
+    out = empty_like(engine, source, device)
     with engine.scratch(device, source.numel()):
         pass
     del integers
@@ -75,7 +72,7 @@ def _gradients(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     with engine.scratch(device, bytes_of(zero_points) if of_channels else 0):
         if of_channels:
             _look_through(engine, zero_points)
-        gradient, for_scale, for_zero_points = (_like(engine, source, device) for _ in range(3))
+        gradient, for_scale, for_zero_points = (empty_like(engine, source, device) for _ in range(3))
         dims = [dim for dim in range(source.dim()) if dim != rest[0]] if of_channels else None
         with pushed(engine.mode):
             sums = [(one.sum(dims) if of_channels else one.sum().unsqueeze(0)) for one in (for_scale, for_zero_points)]

@@ -24,7 +24,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.data_dependent import _placed, found_among
 
 
-def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
+def empty_like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
     """A new tensor with the shape and memory format of another."""
     options = {} if dtype is None else {"dtype": dtype}
     return engine.run(_aten.empty_like.default, (tensor,), options, device)
@@ -32,7 +32,7 @@ def _like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = 
 
 def _returns_like(position: int) -> Callable[..., Any]:
     def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        return _like(engine, args[position], device)
+        return empty_like(engine, args[position], device)
 
     return handler
 
@@ -59,7 +59,7 @@ def _in_one_piece(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
 @special(_aten._sample_dirichlet.default)
 def _drawn_shares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """What is drawn is divided by its sums in place (`_s_dirichlet_cuda` in ``cuda/Distributions.cpp``)."""
-    out = _like(engine, args[0], device)
+    out = empty_like(engine, args[0], device)
     with pushed(engine.mode):
         sums = out.sum(-1, keepdim=True)
     del sums
@@ -157,7 +157,7 @@ def _to_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
 def _weight_norm_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradients of direction and magnitude: PyTorch's rule came after 2.9."""
     _, saved_v, saved_g, *_ = args
-    return _like(engine, saved_v, device), _like(engine, saved_g, device)
+    return empty_like(engine, saved_v, device), empty_like(engine, saved_g, device)
 
 
 # ---- a number of the device for a tensor of the host: it is read

@@ -23,6 +23,7 @@ from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
 from gpumem_magic.virtual.operators.gradients_that_meet import may_be_stolen
+from gpumem_magic.virtual.operators.shapes import empty_like
 
 _INDEX_BYTES = 8
 
@@ -57,10 +58,6 @@ def is_sparse(tensor: Any) -> bool:
 
 def join(indices: Any, values: Any, shape: Any, coalesced: bool) -> Any:
     return sparse_of((indices, values), shape, torch.sparse_coo)._coalesced_(coalesced)
-
-
-def _copy(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
-    return engine.run(_aten.empty_like.default, (tensor,), {} if dtype is None else {"dtype": dtype}, device)
 
 
 def _made(
@@ -121,7 +118,7 @@ def _same_places(*, indices: bool, coalesced: bool | None = None) -> Callable[..
         source = args[0]
         old = parts(engine, source)
         values = func(old.values, *args[1:], **kwargs)
-        places = _copy(engine, old.indices, device) if indices else old.indices
+        places = empty_like(engine, old.indices, device) if indices else old.indices
         return join(places, values, source.shape, source.is_coalesced() if coalesced is None else coalesced)
 
     return handler
@@ -143,8 +140,8 @@ def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     stolen = func is _aten.clone.default and may_be_stolen(args)
     if stolen and old.indices.is_contiguous() and old.values.is_contiguous():
         return join(old.indices, old.values, args[0].shape, args[0].is_coalesced())
-    values = _copy(engine, old.values, device)
-    return join(_copy(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
+    values = empty_like(engine, old.values, device)
+    return join(empty_like(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
 
 
 @_sparse(_aten._to_copy.default)
@@ -170,7 +167,7 @@ def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         return _made(engine, left, left.shape, count, device)
     if isinstance(right, torch.Tensor) and right.dim():
         old = parts(engine, left)
-        return join(old.indices, _copy(engine, old.values, device), left.shape, left.is_coalesced())
+        return join(old.indices, empty_like(engine, old.values, device), left.shape, left.is_coalesced())
     return _scaled(engine, func, (left, right), kwargs, device)
 
 
@@ -181,7 +178,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     left, right = args[:2]
     _refuse_dense(left, right)
     if not (is_sparse(left) and is_sparse(right)):
-        return _copy(engine, right if is_sparse(left) else left, device)
+        return empty_like(engine, right if is_sparse(left) else left, device)
     count = parts(engine, left).elements + parts(engine, right).elements
     made = _made(engine, left, left.shape, count, device, sure=False)
     return _aten._coalesce.default(made) if count > left.numel() else made
@@ -223,8 +220,8 @@ def _turned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
     source = args[0]
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = parts(engine, source)
-    values = _copy(engine, old.values, device)
-    indices = _copy(engine, old.indices, device)
+    values = empty_like(engine, old.values, device)
+    indices = empty_like(engine, old.indices, device)
     with engine.scratch(device, old.elements * _INDEX_BYTES):
         return join(indices, values, shape, False)
 
@@ -236,7 +233,7 @@ def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     old = parts(engine, source)
     dims = old.dims + (len(shape) - source.dim())
     indices = _placed(engine, (dims, old.elements), torch.int64, device)
-    return join(indices, _copy(engine, old.values, device), shape, False)
+    return join(indices, empty_like(engine, old.values, device), shape, False)
 
 
 @_sparse(_aten._coalesce.default)
@@ -302,12 +299,12 @@ def _mask(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     shape = tuple(old.values.shape)
     if is_sparse(source):
         values = _placed(engine, shape, source.dtype, device)
-        return join(_copy(engine, old.indices, device), values, mask.shape, mask.is_coalesced())
+        return join(empty_like(engine, old.indices, device), values, mask.shape, mask.is_coalesced())
     # A dense one is multiplied by ones at those places: the one, what stands there, and the product (`sparse_mask` in
     # ``SparseTensor.cpp``).
     item = source.element_size()
     with engine.scratch(device, item, math.prod(shape) * item):
-        places = _copy(engine, old.indices, device)
+        places = empty_like(engine, old.indices, device)
         values = _placed(engine, shape, source.dtype, device)
     return join(places, values, mask.shape, mask.is_coalesced())
 
