@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from gpumem_magic.virtual.torch_face.alone import one_of_many
 dist: Any = torch.distributed
 if not dist.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
-functional: Any = pytest.importorskip("torch.distributed._functional_collectives")
+functional: Any = importlib.import_module("torch.distributed._functional_collectives")
 
 WORLD, RANK = 4, 1
 pytestmark = pytest.mark.filterwarnings("ignore:.* is deprecated. Please use:FutureWarning")
@@ -200,3 +201,9 @@ def test_with_real_values_everything_that_is_sent_arrives() -> None:
     finally:
         dist.destroy_process_group()
         gpu.turn_off()
+
+
+def test_a_part_that_is_summed_up_leaves_what_lies_around_it(alone: None) -> None:
+    numbers = torch.arange(8, device="cuda")
+    dist.all_reduce(numbers[:4])
+    assert numbers.tolist() == [0, 4, 8, 12, 4, 5, 6, 7]

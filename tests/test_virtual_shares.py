@@ -151,6 +151,18 @@ def test_what_was_written_over_is_no_choice_any_more() -> None:
     assert len(torch.where(mask)[0]) == mask.numel()
 
 
+def test_a_part_that_is_drawn_or_chosen_says_nothing_of_the_whole() -> None:
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, device="cuda")
+
+    drawn, mask, indices = normal(TOKENS), normal(TOKENS, 4) > 0, (normal(2, TOKENS) * 9).long()
+    drawn[:10].uniform_()
+    mask[:, 0].bernoulli_(0.5)
+    torch.argmax(normal(TOKENS, 8), dim=-1, out=indices[0])
+    assert len((drawn < 0.15).nonzero()) == len((indices[1] == 3).nonzero()) == TOKENS
+    assert len(mask.nonzero()) == mask.numel()
+
+
 def test_a_number_that_the_program_has_shown_comes_first() -> None:
     mask = scores().argmax(-1) == 0
     positions = mask.nonzero()

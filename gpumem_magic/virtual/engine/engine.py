@@ -815,7 +815,7 @@ class Engine:
         """A new tensor has these values."""
 
     def guess(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = False) -> None:
-        """A new tensor is taken to have these values. sure: nothing is to be said of it."""
+        """A tensor that was written is taken to have these values. sure: nothing is to be said of it."""
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         """The user says what its values are."""

@@ -167,20 +167,18 @@ class KnownEngine(ComputingEngine):
         if found is None:
             return
         made = out if found.place is None else out[found.place]
-        if not _is_dense(made):
+        # (What is there is noted for a whole storage.)
+        if not _is_dense(made) or not _owns_storage(made):
             return
         self._spread = True
-        among, share = found.among, found.share
-        if found.total is not None and made.numel() > values.MOST_GUESSED:
-            share = Fraction(found.total[0], made.numel())
-        elif found.total is not None:
-            if self.bounds.follows and self.tape is None and self.host_of(made) is None:
-                with host_only():
-                    counts = shares.spread_evenly(*found.total, made)
-                self._have(made, counts, sure=False)
-            return
-        placement = self.twins.placement(made)
-        placement.among, placement.share = among, share
+        if found.total is None or made.numel() > values.MOST_GUESSED:
+            placement = self.twins.placement(made)
+            placement.among = found.among
+            placement.share = found.share if found.total is None else Fraction(found.total[0], made.numel())
+        elif self.bounds.follows and self.tape is None and self.host_of(made) is None:
+            with host_only():
+                counts = shares.spread_evenly(*found.total, made)
+            self._have(made, counts, sure=False)
 
     def learn(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if self._may_learn(tensor) and host.layout is torch.strided:
@@ -230,8 +228,21 @@ class KnownEngine(ComputingEngine):
         return placement.twin if placement.twin.nbytes() >= storage.nbytes() else None
 
     def guess(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = False) -> None:
-        if self.tape is None and tensor.layout is torch.strided and tensor.numel() <= self.bounds.most_guessed(tensor):
+        if (
+            self.tape is not None
+            or tensor.layout is not torch.strided
+            or tensor.numel() > self.bounds.most_guessed(tensor)
+        ):
+            return
+        if _owns_storage(tensor):
             self._have(tensor, host, sure=sure)
+            return
+        # Of what lies around it, as much is known as before.
+        placement = self._placed_and_known(tensor)
+        if placement is not None and not isinstance(placement.twin, Uniform):
+            with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+                self.twins.view(tensor).copy_(host)
+            placement.sure = placement.sure and sure
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
         with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():

@@ -277,4 +277,4 @@ def fill(host: torch.Tensor, share: Fraction) -> torch.Tensor:
 
 def expected(share: Fraction, mask: torch.Tensor) -> int:
     """How many elements of a mask are taken to be true."""
-    return -int(-share * mask.numel() // 1)
+    return math.ceil(share * mask.numel())
