@@ -64,11 +64,14 @@ def telling(original: Any) -> Any:
     return reduce
 
 
-def _reduced(tensor: torch.Tensor, size: int, name: str = "") -> torch.Tensor:
-    """What as many equal tensors reduce to. name: as functional collectives call the operation; "" asks what is under way."""
+def _reduction() -> str:
+    """How the call under way reduces, by the name that functional collectives have for it."""
     operation = _REDUCTION.get()
-    if not name:
-        name = "sum" if operation is None else str(getattr(operation, "op", operation)).rpartition(".")[2].lower()
+    return "sum" if operation is None else str(getattr(operation, "op", operation)).rpartition(".")[2].lower()
+
+
+def _reduced(tensor: torch.Tensor, size: int, name: str) -> torch.Tensor:
+    """What as many equal tensors reduce to. name: as functional collectives call the operation."""
     if name in ("sum", "premul_sum"):
         return tensor * size
     if name == "product":
@@ -81,7 +84,7 @@ def _reduced(tensor: torch.Tensor, size: int, name: str = "") -> torch.Tensor:
 def reduce(tensors: Sequence[torch.Tensor], size: int) -> None:
     """Has tensors be what as many equal ones reduce to, as the call under way does it."""
     for tensor in tensors:
-        tensor.copy_(_reduced(tensor, size))
+        tensor.copy_(_reduced(tensor, size, _reduction()))
 
 
 def _rows(given: torch.Tensor, into: torch.Tensor, splits: Sequence[Sequence[int]], company: Company) -> torch.Tensor:
@@ -118,12 +121,13 @@ def _gather_lists(company: Company, into: Any, given: Any, *others: Any) -> None
 
 
 def _scatter_reduced(company: Company, into: Any, given: Any, *others: Any) -> None:
-    into.copy_(_reduced(given.reshape(company.size, -1)[company.rank], company.size).reshape(into.shape))
+    mine = given.reshape(company.size, -1)[company.rank]
+    into.copy_(_reduced(mine, company.size, _reduction()).reshape(into.shape))
 
 
 def _scatter_reduced_lists(company: Company, into: Any, given: Any, *others: Any) -> None:
     for one, several in zip(into, given, strict=True):
-        one.copy_(_reduced(several[company.rank], company.size))
+        one.copy_(_reduced(several[company.rank], company.size, _reduction()))
 
 
 def _of_each(function: Callable[..., None]) -> Callable[..., None]:

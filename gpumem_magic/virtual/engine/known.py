@@ -39,6 +39,9 @@ from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Wa
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20
+# The largest mask of which only a share is known that is written on the host with its ones, in elements: that takes eight times
+# its memory meanwhile.
+_MOST_FILLED = 1 << 24
 # What may bring a large matrix to the host; others are not run on one that is known by its two elements.
 _COPYING = set(overloads("_to_copy copy_"))
 # How the names of factories begin that draw random numbers.
@@ -448,7 +451,7 @@ class KnownEngine(ComputingEngine):
 
     def guessed(self, tensor: VirtualTensor, host: torch.Tensor) -> torch.Tensor:
         share = self.share(tensor) if self._spread and shares.is_counted(tensor) else None
-        if share is not None and host.numel() < 1 << 24:
+        if share is not None and host.numel() <= _MOST_FILLED:
             with host_only():
                 return shares.fill(host, share)
         return guesses.fill(host, tensor.__dict__.get(GUESS))

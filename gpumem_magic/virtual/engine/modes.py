@@ -214,16 +214,24 @@ def _as_python_says(kwargs: Mapping[str, Any] | None) -> Mapping[str, Any]:
 @contextmanager
 def _below_all(mode: TorchDispatchMode) -> Iterator[None]:
     """The mode below all dispatch modes that are on: it gets what they hand on."""
-    above = [torch._C._pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
-    for one in (mode, *reversed(above)):
-        torch._C._push_on_torch_dispatch_stack(one)
+    above = _taken_off()
+    _put_on([*above, mode])
     try:
         yield
     finally:
         for _ in (mode, *above):
             torch._C._pop_torch_dispatch_stack(None)
-        for one in reversed(above):
-            torch._C._push_on_torch_dispatch_stack(one)
+        _put_on(above)
+
+
+def _taken_off() -> list[TorchDispatchMode]:
+    """The dispatch modes that were on, from the top."""
+    return [torch._C._pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
+
+
+def _put_on(modes: list[TorchDispatchMode]) -> None:
+    for mode in reversed(modes):
+        torch._C._push_on_torch_dispatch_stack(mode)
 
 
 class aside:
@@ -232,13 +240,10 @@ class aside:
     def __enter__(self) -> None:
         self._functions = no_functions()
         self._functions.__enter__()
-        self._modes: list[TorchDispatchMode] = []
-        if has_others(None):
-            self._modes += [torch._C._pop_torch_dispatch_stack(None) for _ in range(_len_torch_dispatch_stack())]
+        self._modes = _taken_off() if has_others(None) else []
 
     def __exit__(self, *error: Any) -> None:
-        for mode in reversed(self._modes):
-            torch._C._push_on_torch_dispatch_stack(mode)
+        _put_on(self._modes)
         self._functions.__exit__(*error)
 
 

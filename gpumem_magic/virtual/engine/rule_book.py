@@ -18,12 +18,12 @@ class RuleBook(Generic[_Rule]):
         self.beginning: set[Any] = set()
 
     def of(self, names: str, begins: bool = False) -> Callable[[_Rule], _Rule]:
-        """Registers a rule for all overloads of operators, those that this PyTorch has; names are apart by spaces."""
+        """Registers a rule for all overloads of operators, whose names are apart by spaces."""
 
         def register(rule: _Rule) -> _Rule:
             for name in names.split():
-                packet = getattr(_aten, name, None)
-                for overload in () if packet is None else packet.overloads():
+                packet = getattr(_aten, name)
+                for overload in packet.overloads():
                     operator = getattr(packet, overload)
                     self.rules[operator] = rule
                     if begins:

@@ -38,6 +38,11 @@ def _operators(names: tuple[str, ...], home: Any = torch.ops.c10d) -> Iterator[A
             yield packet.default
 
 
+def _base_name(func: Any) -> str:
+    name: str = func._schema.name
+    return name.partition("::")[2]
+
+
 _RECEIVED = {*_operators(_RECEIVING)}
 
 # What goes on by itself: `DistributedDataParallel` never waits for the handles of its all-reduces. Until a later call of the
@@ -80,16 +85,15 @@ def _receive(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.Tensor, bool]]:
     """What is in the tensors that a collective writes to, where all that is sent is known and small: each with its values on the
     host, and whether they are sure. What others sent never is."""
-    exchange = exchanged.INTO.get(func._schema.name.partition("::")[2])
+    exchange = exchanged.INTO.get(_base_name(func))
     receives = func in _RECEIVED
     sent = None if exchange is None else _sent(engine, args, args[1:] if receives else args)
     written = [leaf for leaf in leaves(args[0]) if isinstance(leaf, VirtualTensor)]
     if exchange is None or sent is None or any(leaf.numel() > values.MOST_GUESSED for leaf in written):
         return []
     with host_only():
-        blank = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written}
-        hosts = blank | sent.hosts
-        exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
+        hosts = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written} | sent.hosts
+        exchange(sent.company, *_with(hosts, args))
     sure = sent.sure and (not receives or sent.company.size < 2)
     return [(leaf, hosts[id(leaf)], sure) for leaf in written]
 
@@ -116,6 +120,11 @@ def _sent(engine: Engine, args: Any, tensors: Any) -> _Sent | None:
     return _Sent(company, hosts, all(found.exact for found in known.values()))
 
 
+def _with(hosts: dict[int, torch.Tensor], args: Any) -> list[Any]:
+    """A call's arguments with the host's tensors in place of the device's."""
+    return [mapped(lambda leaf: hosts.get(id(leaf), leaf), arg) for arg in args]
+
+
 def _take(engine: Engine, received: list[tuple[Any, torch.Tensor, bool]]) -> None:
     for tensor, host, sure in received:
         engine.guess(tensor, host, sure)
@@ -128,7 +137,7 @@ _LISTS = {"allgather_": 0, "reduce_scatter_": 1}
 def _in_one(func: Any, args: Any) -> int:
     """Bytes of the tensor in which lists of tensors lie for NCCL, where all are of one size (`newLikeFlat` in
     ``ProcessGroupNCCL.cpp``); others are sent one by one."""
-    place = _LISTS.get(func._schema.name.partition("::")[2])
+    place = _LISTS.get(_base_name(func))
     tensors = [tensor for tensors in args[place] for tensor in tensors] if place is not None else []
     alike = len({tensor.shape for tensor in tensors}) == 1
     return sum(tensor.nbytes for tensor in tensors) if alike and isinstance(tensors[0], VirtualTensor) else 0
@@ -149,12 +158,11 @@ def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _new(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     engine.memory.communication.communicate(func, args, kwargs, device)
     made = engine.run(func, args, kwargs, device)
-    exchange = exchanged.NEW.get(func._schema.name.partition("::")[2])
+    exchange = exchanged.NEW.get(_base_name(func))
     sent = None if exchange is None else _sent(engine, args, args)
     if exchange is not None and sent is not None:
-        hosts = sent.hosts
         with host_only():
-            received = exchange(sent.company, *mapped(lambda leaf: hosts.get(id(leaf), leaf), list(args)))
+            received = exchange(sent.company, *_with(sent.hosts, args))
         sure = sent.sure and sent.company.size < 2
         _take(engine, [(leaf, host, sure) for leaf, host in zip(leaves(made), leaves(received), strict=True)])
     return made
@@ -214,11 +222,11 @@ def _forget(written: Any) -> None:
 
 def _done_on_host(func: Any) -> Any:
     """Where a device computes, the host's tensors are sent, and waited for."""
-    alone = exchanged.INTO.get(func._schema.name.partition("::")[2])
+    alone = exchanged.INTO.get(_base_name(func))
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
         out = func(*args, **kwargs)
-        company = None if alone is None else exchanged.company_of(args)
+        company = exchanged.company_of(args)
         if alone is not None and company is not None and company.alone:
             alone(company, *args)
         work = out[-1] if isinstance(out, tuple) else out
@@ -229,17 +237,16 @@ def _done_on_host(func: Any) -> Any:
     return exchange
 
 
-def _waited_for(func: Any, name: str) -> Any:
+def _waited_for(func: Any) -> Any:
     """The same for functional collectives, some of which write into an argument."""
-    alone = exchanged.NEW.get(_PLAIN.get(name, name))
+    alone = exchanged.NEW.get(_PLAIN.get(_base_name(func), _base_name(func)))
 
     def exchange(*args: Any, **kwargs: Any) -> Any:
         given = mapped(torch.ops._c10d_functional.wait_tensor.default, func(*args, **kwargs))
-        company = None if alone is None else exchanged.company_of(args)
-        if alone is None or company is None or not company.alone:
-            return given
-        for into, made in zip(leaves(given), leaves(alone(company, *args)), strict=True):
-            into.copy_(made)
+        company = exchanged.company_of(args)
+        if alone is not None and company is not None and company.alone:
+            for into, made in zip(leaves(given), leaves(alone(company, *args)), strict=True):
+                into.copy_(made)
         return given
 
     return exchange
@@ -266,4 +273,4 @@ if torch.distributed.is_available():
     for _name in _FUNCTIONAL + _IN_PLACE_FUNCTIONAL + _WRITING:
         if hasattr(torch.ops._c10d_functional, _name):
             _operator = getattr(torch.ops._c10d_functional, _name).default
-            equivalent(_operator)(_waited_for(_operator, _name))
+            equivalent(_operator)(_waited_for(_operator))
