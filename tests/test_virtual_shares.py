@@ -184,3 +184,27 @@ def test_counts_add_up_and_differ_by_one(total: int, among: int, shape: list[int
     over = counts[: among or len(counts)]
     assert sum(counts) == total
     assert max(over) - min(over) <= 1
+
+
+@pytest.mark.parametrize(
+    ("draw", "share"),
+    [
+        (lambda: torch.bernoulli(torch.full((TOKENS,), 0.25, device="cuda")).bool(), 0.25),
+        (lambda: torch.empty(TOKENS, device="cuda").bernoulli_(torch.tensor(0.25, device="cuda")) > 0, 0.25),
+        (lambda: torch.distributions.Bernoulli(torch.tensor(0.5, device="cuda")).sample((TOKENS,)).bool(), 0.5),
+        (lambda: torch.rand(TOKENS, device="cuda") < torch.full((TOKENS,), 0.25, device="cuda"), 0.25),
+        (lambda: torch.tensor(0.75, device="cuda") <= torch.rand(TOKENS, device="cuda"), 0.25),
+        (lambda: torch.rand(EXPERTS, TOKENS, device="cuda")[:, 0] < torch.tensor([1.0, 0.0] * 4, device="cuda"), 0.5),
+        (lambda: torch.bernoulli(torch.rand(TOKENS, device="cuda")).bool(), 0.5),
+    ],
+)
+def test_what_is_drawn_with_chances_that_are_known_has_their_share(
+    draw: Callable[[], torch.Tensor], share: float
+) -> None:
+    mask = draw()
+    assert len(torch.ones(len(mask), 4, device="cuda")[mask]) == share * len(mask)
+
+
+def test_of_chances_that_nobody_knows_all_may_come_true() -> None:
+    mask = torch.bernoulli(torch.randn(TOKENS, device="cuda").sigmoid()).bool()
+    assert len(torch.ones(TOKENS, 4, device="cuda")[mask]) == TOKENS

@@ -17,7 +17,7 @@ import torch
 from gpumem_magic.failures import is_own_failure
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, shares, triangles, uniform, values
+from gpumem_magic.virtual.engine import few, guesses, refused_values, shares, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.calls import with_size
 from gpumem_magic.virtual.engine.computing import (
@@ -161,6 +161,16 @@ class KnownEngine(ComputingEngine):
         placement = self.table.find(tensor.untyped_storage()) if _is_dense(tensor) else None
         return None if placement is None else placement.share
 
+    def chance(self, tensor: Any) -> float | None:
+        found = self.known(tensor) if isinstance(tensor, VirtualTensor) else Known(tensor, True)
+        if found is None or not found.exact or not found.host.numel() or found.host.is_meta:
+            return None
+        with host_only():
+            element = uniform.element_of(found.host)
+            if element is None and found.host.numel() > _MOST_READ:
+                return None
+            return float((found.host if element is None else element).double().clamp(0, 1).mean())
+
     def _have_spread(self, written: list[Any], out: Any, found: shares.Spread | None) -> None:
         """Ends what was known of choices in what was written to, and notes it of a result."""
         for leaf in written:
@@ -291,6 +301,8 @@ class KnownEngine(ComputingEngine):
         way = known[0]
         if self._nested:
             return super().perform(func, args, kwargs, device)
+        if way.refuses is not None and self.tape is None and any_known((args, *kwargs.values())):
+            self._refuse(way.refuses, func, args, kwargs)
         if way.looks:
             out = super().perform(func, args, kwargs, device)
             if any_known(args):
@@ -325,6 +337,21 @@ class KnownEngine(ComputingEngine):
         finally:
             self._nested = False
             self._ahead = None
+
+    def _refuse(self, rule: refused_values.Rule, func: Any, args: Any, kwargs: Any) -> None:
+        """Raises what is to be said of values that the operator's kernel refuses, where they are known."""
+        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+            error = refused_values.refusal(func, rule, self._looked_through, args, kwargs)
+        if error is not None:
+            raise error
+
+    def _looked_through(self, tensor: Any) -> torch.Tensor | None:
+        """The values of an argument on the host where they are known for sure and not too many to look at."""
+        if tensor.numel() > _MOST_READ:
+            return None
+        if isinstance(tensor, VirtualTensor):
+            return self.host_of(tensor)
+        return tensor if type(tensor) is torch.Tensor and tensor.is_cpu else None
 
     def _followed(self, way: Way, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """Runs an operator, and runs it on the host as well where that is possible and cheap."""

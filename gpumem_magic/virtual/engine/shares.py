@@ -32,6 +32,9 @@ class Choices(Protocol):
     def share(self, tensor: Any) -> Fraction | None:
         """Which share of a mask's elements is not zero; None where nothing says so."""
 
+    def chance(self, tensor: Any) -> float | None:
+        """The mean of a tensor's elements, each between zero and one, where they are known for sure; None where they are not."""
+
 
 class Spread(NamedTuple):
     """What an operator makes of choices. among, share: of its result, or of the part of it at a place. total: what the counts
@@ -99,18 +102,23 @@ def _drawn_between(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     return Spread(among=UNIT) if is_unit else None
 
 
-def _tossed(otherwise: float | None) -> Rule:
-    """With the chance of an argument, or with this one where there is none."""
-
-    def rule(known: Choices, args: Any, kwargs: Any) -> Spread | None:
-        chance = args[1] if len(args) > 1 else kwargs.get("p", otherwise)
-        return Spread(share=_chance(chance)) if isinstance(chance, (int, float)) else None
-
-    return rule
+@_for("bernoulli", begins=True)
+def _tossed(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    """With the chances of an argument; without one the elements are them."""
+    return _with_chance(known, args[1] if len(args) > 1 else kwargs.get("p", args[0]))
 
 
-_for("bernoulli", begins=True)(_tossed(None))
-_for("bernoulli_", begins=True)(_tossed(0.5))
+@_for("bernoulli_", begins=True)
+def _tossed_in_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _with_chance(known, args[1] if len(args) > 1 else kwargs.get("p", 0.5))
+
+
+def _with_chance(known: Choices, chance: Any) -> Spread | None:
+    """What comes true with a chance, or each element with its own."""
+    if isinstance(chance, torch.Tensor):
+        # (Chances that are drawn evenly themselves come to a half.)
+        chance = 0.5 if known.among(chance) == UNIT else known.chance(chance)
+    return None if chance is None else Spread(share=_chance(chance))
 
 
 def of_factory(name: str, low: int, high: int | None) -> int | None:
@@ -151,13 +159,14 @@ def _equal(known: Choices, args: Any, kwargs: Any) -> Spread | None:
 
 
 def _below(known: Choices, args: Any, kwargs: Any) -> Spread | None:
-    """Draws between zero and one, or zeros and ones, that are lower than a number."""
-    number = args[1]
+    """Draws between zero and one that are lower than a number, or higher than it; zeros and ones that are lower."""
+    drawn, number = args[:2]
+    if known.among(drawn) == UNIT:
+        return _with_chance(known, number)
     if isinstance(number, torch.Tensor):
-        return None
-    if known.among(args[0]) == UNIT:
-        return Spread(share=_chance(number))
-    share = known.share(args[0])
+        lowest = known.chance(drawn) if known.among(number) == UNIT else None
+        return None if lowest is None else Spread(share=1 - _chance(lowest))
+    share = known.share(drawn)
     return Spread(share=1 - share) if share is not None and 0 <= number <= 1 else None
 
 

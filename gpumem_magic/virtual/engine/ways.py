@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, kernel_rules, shares, uniform
+from gpumem_magic.virtual.engine import few, guesses, kernel_rules, refused_values, shares, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
 from gpumem_magic.virtual.engine.twins import leaves
 
@@ -25,7 +25,8 @@ SENDING = ("c10d", "_c10d_functional")
 class Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
 
-    equal: of equal elements it makes equal ones. few, begins, orders: see `few`; spread, chooses: see `shares`.
+    equal: of equal elements it makes equal ones. few, begins, orders: see `few`; spread, chooses: see `shares`; refuses: see
+    `refused_values`.
     """
 
     looks: bool
@@ -40,6 +41,7 @@ class Way(NamedTuple):
     orders: bool = False
     spread: shares.Rule | None = None
     chooses: bool = False
+    refuses: refused_values.Rule | None = None
 
 
 def way_of(func: Any) -> Way:
@@ -65,6 +67,7 @@ def way_of(func: Any) -> Way:
         orders=func in few.ORDERING,
         spread=shares.RULES.get(func),
         chooses=func in shares.BEGINNING,
+        refuses=refused_values.RULES.get(func),
     )
 
 

@@ -1,0 +1,134 @@
+"""Values that a card's kernel refuses: where they are known, the line that hands them over raises what the host says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gpumem_magic.virtual import gpu
+
+
+def on_device(*numbers: float, rows: int = 0) -> torch.Tensor:
+    made = torch.tensor(numbers, device="cuda")
+    return made.view(rows, -1) if rows else made
+
+
+def unknown(*size: int) -> torch.Tensor:
+    return torch.randn(*size, device="cuda")
+
+
+# What is wrong in each, and the words in which the host says so.
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "index": (lambda: unknown(3, 4)[on_device(0, 5)], IndexError, "index 5 is out of bounds"),
+    "index of columns": (lambda: unknown(3, 4)[:, on_device(-5)], IndexError, "index -5 is out of bounds"),
+    "list": (lambda: unknown(3, 4)[[0, 3]], IndexError, "index 3 is out of bounds"),
+    "assignment": (lambda: unknown(3, 4).__setitem__(on_device(3), 1.0), IndexError, "index 3 is out of bounds"),
+    "rows": (lambda: unknown(3, 4).index_select(0, on_device(3)), IndexError, "out of range"),
+    "added": (lambda: unknown(3, 4).index_add_(1, on_device(4), unknown(3, 1)), RuntimeError, "index 4 is out of bounds"),
+    "copied": (lambda: unknown(3, 4).index_copy_(0, on_device(3), unknown(1, 4)), IndexError, "index 3 is out of"),
+    "filled": (lambda: unknown(3, 4).index_fill_(-1, on_device(4), 1.0), IndexError, "index 4 is out of bounds"),
+    "gather": (lambda: unknown(3, 4).gather(1, on_device(4, 0, 0, rows=3)), RuntimeError, "index 4 is out of bounds"),
+    "scatter": (lambda: unknown(3, 4).scatter(1, on_device(-1, rows=1), 1.0), RuntimeError, "index -1 is out of bounds"),
+    "scatter_add": (
+        lambda: unknown(3, 4).scatter_add_(0, on_device(3, rows=1), unknown(1, 1)),
+        RuntimeError,
+        "index 3 is out of bounds",
+    ),
+    "take": (lambda: unknown(3, 4).take(on_device(12)), IndexError, "tried to access index 12 on a tensor of 12"),
+    "embedding": (lambda: F.embedding(on_device(0, 50_000), unknown(50_000, 8)), IndexError, "index out of range"),
+    "bag": (lambda: F.embedding_bag(on_device(10, rows=1), unknown(10, 8)), RuntimeError, "takes value 10"),
+    "label": (lambda: F.cross_entropy(unknown(2, 3), on_device(0, 3)), IndexError, "Target 3 is out of bounds"),
+    "label of a pixel": (
+        lambda: F.cross_entropy(unknown(2, 3, 2), on_device(0, 3, 1, 1, rows=2)),
+        IndexError,
+        "Target 3 is out of bounds",
+    ),
+    "no class": (lambda: F.one_hot(on_device(0, 3), 3), RuntimeError, "index 3 is out of bounds|Class values"),
+    "more than there is": (
+        lambda: unknown(3).masked_scatter(on_device(1, 1, 0).bool(), unknown(1)),
+        RuntimeError,
+        "Number of elements of source",
+    ),
+    "negative count": (lambda: torch.bincount(on_device(-1, 2)), RuntimeError, "non-negative"),
+    "negative repeats": (
+        lambda: unknown(2).repeat_interleave(on_device(1, -1)),
+        RuntimeError,
+        "repeats can not be negative",
+    ),
+    "negative weights": (lambda: torch.multinomial(on_device(-1.0, 2.0), 1), RuntimeError, "element < 0"),
+    "no weights": (lambda: torch.multinomial(on_device(0.0, 0.0), 1), RuntimeError, "sum of probabilities <= 0"),
+    "chance": (lambda: torch.bernoulli(on_device(0.5, 1.5)), RuntimeError, "p_in <= 1"),
+    "chance in place": (lambda: unknown(2).bernoulli_(on_device(0.5, -0.5)), RuntimeError, "p_in <= 1"),
+    "deviation": (lambda: torch.normal(0.0, on_device(-1.0)), RuntimeError, "std >= 0"),
+    "rate": (lambda: torch.poisson(on_device(-1.0)), RuntimeError, "non-negative"),
+    "target of a chance": (
+        lambda: F.binary_cross_entropy(unknown(1).sigmoid(), on_device(2.0)),
+        RuntimeError,
+        "between 0 and 1",
+    ),
+    "assertion": (lambda: torch._assert_async(on_device(0.0)), RuntimeError, "got zero"),
+    "length": (
+        lambda: F.ctc_loss(unknown(4, 1, 3).log_softmax(2), on_device(1, 2, rows=1), on_device(5), on_device(2)),
+        RuntimeError,
+        "at most 4, but got value 5",
+    ),
+    "order": (
+        lambda: torch.searchsorted(unknown(2), unknown(1), sorter=on_device(1, 5)),
+        RuntimeError,
+        "sorter index out of range",
+    ),
+    "place before pooling": (
+        lambda: F.max_unpool2d(unknown(1, 1, 1, 1), on_device(9).view(1, 1, 1, 1), 2),
+        RuntimeError,
+        "invalid max index: 9",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"], autouse=True)
+def _card(request: pytest.FixtureRequest) -> Iterator[None]:
+    gpu.turn_on(request.param)
+    yield
+    gpu.turn_off()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_known_values_that_a_kernel_refuses_raise_what_the_host_says(name: str) -> None:
+    call, kind, words = REFUSED[name]
+    with pytest.raises(kind, match=words):
+        call()
+
+
+def test_what_is_in_bounds_or_ignored_raises_nothing() -> None:
+    assert unknown(3, 4)[on_device(-3, 2)].shape == (2, 4)
+    assert unknown(3, 4)[on_device(1, 0, 1).bool()].shape == (2, 4)
+    assert unknown(3, 4).index_fill_(0, on_device(-1), 1.0).shape == (3, 4)
+    assert F.cross_entropy(unknown(2, 3), on_device(2, -100)).shape == ()
+    assert F.cross_entropy(unknown(2, 3), on_device(2, 7), ignore_index=7).shape == ()
+    assert F.cross_entropy(unknown(1, 3), on_device(0.5, 0.5, 0.0, rows=1)).shape == ()
+    assert torch.multinomial(on_device(0.0, 1.0), 1).tolist() in ([0], [1])
+    assert torch.bernoulli(on_device(0.0, 1.0)).shape == (2,)
+    assert torch.empty(2, device="cuda").fill_(7.0).bernoulli_(0.5).shape == (2,)
+    assert F.embedding(on_device(0, 9), unknown(10, 8)).shape == (2, 8)
+
+
+def test_values_that_nobody_knows_raise_nothing() -> None:
+    """(With real values these are in bounds.)"""
+    labels = unknown(8, 3).argmax(-1)
+    assert F.cross_entropy(unknown(8, 3), labels).shape == ()
+    assert unknown(3, 4)[labels].shape == (8, 4)
+    assert torch.multinomial(unknown(8).softmax(0), 2).shape == (2,)
+
+
+def test_the_line_that_hands_them_over_is_the_one_that_fails() -> None:
+    def step() -> torch.Tensor:
+        labels = on_device(0, 3)
+        scores = unknown(2, 3)
+        return F.cross_entropy(scores, labels)
+
+    with pytest.raises(IndexError) as error:
+        step()
+    assert str(error.traceback[1].statement).strip() == "return F.cross_entropy(scores, labels)"
