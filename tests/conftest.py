@@ -40,6 +40,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 # Nor is anything garbage of what is imported for good.
 gc.disable()
 _modules_looked_at = 0
+_is_heavy = False
+# More objects than these, alive behind a collection, are left out of the next ones.
+_HEAVY = 40_000
 # The modules of all tests, by name.
 _of_tests: dict[str, ModuleType] = {}
 
@@ -47,26 +50,35 @@ _of_tests: dict[str, ModuleType] = {}
 def pytest_collection_finish() -> None:
     _of_tests.update({name: module for name, module in sys.modules.items() if name.startswith("test_")})
     gc.enable()
+    gc.callbacks.append(_weigh)
+
+
+def _weigh(phase: str, info: dict[str, int]) -> None:
+    global _is_heavy
+    if phase == "stop" and info["generation"] == 2:
+        _is_heavy = len(gc.get_objects()) > _HEAVY
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Modules stay for good: looking through all of them whenever Python collects is half of what many tests cost.
+    """Modules stay for good, and so does much of what they keep: looking through all of it whenever Python collects is half of
+    what many tests cost.
 
     Those of other tests are not loaded, as far as this one knows: each cell that is measured would look there for memory, as in
     the user's own files.
     """
-    global _modules_looked_at
+    global _modules_looked_at, _is_heavy
     here = getattr(getattr(item, "module", None), "__name__", "")
     for name, module in _of_tests.items():
         if name == here:
             sys.modules[name] = module
         elif sys.modules.get(name) is module:
             del sys.modules[name]
-    if len(sys.modules) > _modules_looked_at + 100:
+    if _is_heavy or len(sys.modules) > _modules_looked_at + 100:
         _modules_looked_at = len(sys.modules)
         gc.collect()
         gc.freeze()
+        _is_heavy = False
 
 
 # What made the virtual device that a module's tests find on, and that device.

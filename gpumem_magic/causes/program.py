@@ -94,8 +94,13 @@ class Text:
 
     def nodes_around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
         """The loops, functions or classes around a line."""
-        found = (node for top in self.tree.body for node in ast.walk(top) if isinstance(node, kinds))
+        found = (node for node in self._blocks if isinstance(node, kinds))
         return [one for one in found if one.lineno <= line <= (one.end_lineno or one.lineno)]
+
+    @cached_property
+    def _blocks(self) -> list[Any]:
+        kinds = (*_LOOPS, *FUNCTIONS, ast.ClassDef)
+        return [node for top in self.tree.body for node in ast.walk(top) if isinstance(node, kinds)]
 
     def loops_around(self, line: int) -> tuple[Any, list[Any]]:
         """The innermost function around a line, None outside of all; and the loops in it around the line, the outermost first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, repeat
 from typing import Any
@@ -366,19 +367,30 @@ def is_users_module(module: Any) -> bool:
     return bool(file) and not any(part in file for part in _PACKAGES)
 
 
-# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. Which are, by what was
-# loaded then: the identities of all, in order.
+# Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. So each is looked at once:
+# the identities of all that were loaded, in order, the names of the user's among them, and those that were not.
 _loaded: list[int] = []
 _users: list[str] = []
+_others: dict[int, weakref.ref[types.ModuleType]] = {}
 
 
 def users_modules() -> Iterator[tuple[str, types.ModuleType]]:
     """Those of `is_users_module` that are loaded now, under their names in `sys.modules`."""
-    global _loaded, _users
+    global _loaded, _users, _others
     loaded = list(map(id, sys.modules.values()))
     if loaded != _loaded:
-        found = [key for key, module in items(sys.modules) if type(key) is str and is_users_module(module)]
-        _loaded, _users = loaded, found
+        found, others = [], {}
+        for key, module in items(sys.modules):
+            number = id(module)
+            seen = _others.get(number)
+            # Another may have come in the place of one that is gone.
+            if seen is not None and seen() is module:
+                others[number] = seen
+            elif type(key) is str and is_users_module(module):
+                found.append(key)
+            elif is_a(module, types.ModuleType):
+                others[number] = weakref.ref(module)
+        _loaded, _users, _others = loaded, found, others
     for name in _users:
         module = sys.modules.get(name)
         if module is not None:
