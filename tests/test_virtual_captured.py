@@ -127,3 +127,45 @@ def test_numbers_of_the_device_are_gathered_in_a_list(gather: Callable[[torch.Te
         assert found.tolist() == expected.tolist()
     finally:
         gpu.turn_off()
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    """Makes a module that looks like an installed package's, in the place of the one before."""
+
+    def made() -> Any:
+        module: Any = ModuleType("a_library")
+        module.__file__, module.make = "/usr/lib/python3/site-packages/a_library.py", None
+        monkeypatch.setitem(sys.modules, "a_library", module)
+        gpu.turn_on("T4")
+        gpu.turn_off()
+        return module
+
+    yield made
+    gpu.turn_off()
+
+
+def test_a_library_in_which_there_was_nothing_is_looked_through_once_it_has_more(library: Any) -> None:
+    module = library()
+    before = module.other = torch.zeros
+    for _ in range(2):
+        gpu.turn_on("T4")
+        assert module.other is torch.zeros is not before
+        assert module.other(3, device="cuda").is_cuda
+        gpu.turn_off()
+        assert module.other is before
+    # As if it were loaded again, at whatever address.
+    again = library()
+    again.other = before
+    gpu.turn_on("T4")
+    assert again.other(3, device="cuda").is_cuda
+
+
+def test_a_librarys_old_name_that_means_a_function_now_works_on_the_device_and_without_it(library: Any) -> None:
+    module = library()
+    for _ in range(2):
+        gpu.turn_on("T4")
+        module.make = module.make or torch.zeros
+        assert module.make(3, device="cuda").is_cuda
+        gpu.turn_off()
+        assert module.make(3).tolist() == [0.0, 0.0, 0.0]

@@ -8,12 +8,14 @@ calls CUDA's kernels, of which builds for the host have none: kernels of ours ta
 from __future__ import annotations
 
 import sys
+import weakref
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from gpumem_magic.looks import objects
+from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.operators.factories import Factories
@@ -97,6 +99,11 @@ def _counts(patches: Patches) -> list[int]:
     return [sys.getrefcount(placed) for _, _, placed in _functions(patches)]
 
 
+# Modules of Python's and of installed packages in which no name was found, and how many names each had: they are looked through
+# again once they have more. (One that gives an old name a function of ours later goes on with PyTorch's: see `patching`.)
+_barren: dict[int, tuple[weakref.ref[ModuleType], int]] = {}
+
+
 def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
     """Every name in a loaded module, not of PyTorch's or of this package, that means the first of a pair means the second.
 
@@ -105,12 +112,18 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
     by_id = {id(old): (old, new) for old, new in pairs}
     looked_for = frozenset(by_id)
     found = False
-    for key in list(sys.modules):
-        if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic"):
+    for key, module in list(sys.modules.items()):
+        names: Any = getattr(module, "__dict__", None)
+        known = _barren.get(id(module))
+        if known is not None and known[0]() is module and known[1] == len(names):
             continue
-        names = getattr(sys.modules.get(key), "__dict__", None)
+        if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic") or type(names) is not dict:
+            continue
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
-        if type(names) is dict and not looked_for.isdisjoint(map(id, list(names.values()))):
+        if looked_for.isdisjoint(map(id, list(names.values()))):
+            if type(module) is ModuleType and is_library_file(str(names.get("__file__"))):
+                _barren[id(module)] = weakref.ref(module), len(names)
+        else:
             names.update({name: by_id[id(value)][1] for name, value in objects.items(names) if id(value) in by_id})
             found = True
     return found
