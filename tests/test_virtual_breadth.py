@@ -154,11 +154,14 @@ def test_sparse_gradients_of_embeddings() -> None:
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_no_bags_at_all_are_an_empty_result(mode: str) -> None:
-    """One offset, which is the last: the host's own kernel of the largest ends the process there."""
-    weight = rand(10, 4).requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("padding", [None, 0])
+def test_no_bags_at_all_are_an_empty_result(mode: str, dtype: torch.dtype, padding: int | None) -> None:
+    """One offset, which is the last: the host's own kernels end the process there."""
+    weight = torch.rand(10, 4, dtype=dtype, device="cuda").requires_grad_()
     last = torch.tensor([0], device="cuda")
-    found = F.embedding_bag(torch.tensor([1, 2, 4], device="cuda"), weight, last, mode=mode, include_last_offset=True)
+    indices = torch.tensor([1, 2, 4], device="cuda")
+    found = F.embedding_bag(indices, weight, last, mode=mode, include_last_offset=True, padding_idx=padding)
     assert found.shape == (0, 4)
 
 

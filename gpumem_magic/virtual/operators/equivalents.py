@@ -451,11 +451,13 @@ def _embedding_bag(
     weights: Any = None, include_last: bool = False, padding: int = -1,
 ) -> Any:  # fmt: skip
     """With the lists that CUDA's kernel always makes, and the host's only where its own gradient needs them."""
+    taken, by = indices, weights
     if not offsets.numel() - include_last:
-        # The host's kernel of the largest ends the process where there is no bag (seen with 2.13); all modes' results are alike.
-        mode = 0
+        # Where there is no bag, the host's kernels end the process over what would be in it: of the largest, in float64, and with
+        # a padding index (seen with 2.13).
+        taken, by = indices[:0], None if weights is None else weights[:0]
     out, bags, sizes, highest = _aten._embedding_bag.default(
-        weight, indices, offsets, by_frequency, mode, sparse, weights, include_last, padding
+        weight, taken, offsets, by_frequency, mode, sparse, by, include_last, padding
     )
     if not bags.numel() and indices.numel():
         starts = offsets[:-1] if include_last else offsets

@@ -54,7 +54,7 @@ _SMALL = {_RELU: (384, 256), _TANH: (384, 256), _LSTM: (192, 128), _GRU: (192, 1
 _DTYPES_ON_THE_CHIP = (torch.float32, torch.float16)
 
 
-class _Plan(NamedTuple):
+class _PerStep(NamedTuple):
     """Parts that cuDNN works in, as a fit to recorded calls: of each step so many of the units' width, of the input's and of the
     wider of both; of each sequence's state in each layer so many of the units' width."""
 
@@ -108,7 +108,7 @@ class Sizes:
         beside = _OF_EACH_LAYER * self.layers * self.directions + _HEAD + of_batch
         return beside + round_up(self.weights * self.bytes_each, _ALIGNMENT) + rows
 
-    def _rows_of(self, plan: _Plan) -> int:
+    def _rows_of(self, plan: _PerStep) -> int:
         """Bytes of a plan's parts, each of which begins at a multiple; those of two directions lie together."""
         widest, states = max(self.hidden, self.width), self.layers * self.batch
         parts = [
@@ -125,7 +125,7 @@ class Sizes:
             for first in range(0, count, max(1, together))
         )
 
-    def _plans(self) -> list[_Plan]:
+    def _plans(self) -> list[_PerStep]:
         """What is worked on; the way that takes most counts. What is dropped out, and what a layer without gates gives to the
         next one, is kept apart."""
         two, deep, dropped = self.directions == 2, self.layers > 1, self.dropout and self.train
@@ -137,47 +137,47 @@ class Sizes:
             apart = dropped and deep
             if self.small:
                 if not self.train:
-                    return [_Plan(24, 1, 0, 10) if two else _Plan(16, 1, 0, 4)]
-                return [_Plan(20 + 2 * deep, 2, 4, 14) if two else _Plan(17 + deep, 2, 1, 6)]
+                    return [_PerStep(24, 1, 0, 10) if two else _PerStep(16, 1, 0, 4)]
+                return [_PerStep(20 + 2 * deep, 2, 4, 14) if two else _PerStep(17 + deep, 2, 1, 6)]
             if two:
-                return [_Plan(8, 2, 4, 14) if self.train and deep else _Plan(12, 1, 0, 14)]
+                return [_PerStep(8, 2, 4, 14) if self.train and deep else _PerStep(12, 1, 0, 14)]
             if not self.train:
-                return [_Plan(4, 1, 0, 5)]
-            return [_Plan(5, 1, 0, 5) if apart else _Plan(3, 2, 1, 5)]
+                return [_PerStep(4, 1, 0, 5)]
+            return [_PerStep(5, 1, 0, 5) if apart else _PerStep(3, 2, 1, 5)]
         if self.small:
             if not self.train:
-                return [_Plan(12, 1, 0, 10) if two else _Plan(6, 1, 0, 4)]
-            return [_Plan(15 + 2 * deep, 2, 4, 14) if two else _Plan(12 + deep, 2, 1, 6)]
+                return [_PerStep(12, 1, 0, 10) if two else _PerStep(6, 1, 0, 4)]
+            return [_PerStep(15 + 2 * deep, 2, 4, 14) if two else _PerStep(12 + deep, 2, 1, 6)]
         if not self.train:
-            return [_Plan(8, 1, 0, 10) if two else _Plan(2, 1, 0, 3)]
-        return [_Plan(6 + 2 * deep, 2, 4, 14) if two else _Plan(3, 2, 1, 5)]
+            return [_PerStep(8, 1, 0, 10) if two else _PerStep(2, 1, 0, 3)]
+        return [_PerStep(6 + 2 * deep, 2, 4, 14) if two else _PerStep(3, 2, 1, 5)]
 
-    def _plans_of_lstm(self, two: bool, deep: bool, dropped: bool) -> list[_Plan]:
+    def _plans_of_lstm(self, two: bool, deep: bool, dropped: bool) -> list[_PerStep]:
         if self.projected:
-            return [_Plan(14, 1, 0, 20) if two else _Plan(5, 1, 0, 8)]
+            return [_PerStep(14, 1, 0, 20) if two else _PerStep(5, 1, 0, 8)]
         if self.small:
-            ahead, back = (_Plan(30, 1, 0, 18), _Plan(18 + 2 * deep, 2, 4, 26)) if two else (
-                _Plan(21 + dropped, 1, 0, 8), _Plan(15 + dropped, 3, 0, 12)
+            ahead, back = (_PerStep(30, 1, 0, 18), _PerStep(18 + 2 * deep, 2, 4, 26)) if two else (
+                _PerStep(21 + dropped, 1, 0, 8), _PerStep(15 + dropped, 3, 0, 12)
             )  # fmt: skip
         else:
-            ahead, back = (_Plan(14, 1, 0, 24), _Plan(6 + 2 * deep, 2, 4, 26)) if two else (
-                _Plan(5 + dropped, 1, 0, 10), _Plan(3, 2, 1, 11)
+            ahead, back = (_PerStep(14, 1, 0, 24), _PerStep(6 + 2 * deep, 2, 4, 26)) if two else (
+                _PerStep(5 + dropped, 1, 0, 10), _PerStep(3, 2, 1, 11)
             )  # fmt: skip
         return [ahead, back] if self.train else [ahead]
 
-    def _packed_plans(self, two: bool, deep: bool, dropped: bool) -> list[_Plan]:
+    def _packed_plans(self, two: bool, deep: bool, dropped: bool) -> list[_PerStep]:
         """Where sequences are packed."""
         if self.mode in (_LSTM, _GRU):
             units, states = (4, 6) if self.mode == _LSTM else (3, 3)
             if two:
                 units, states = 2 * units + 4, 2 * states + 4
-            plans = [_Plan(units + (dropped and not two), 0, 0, states)]
-            return [*plans, _Plan(0, 1, 0, states)] if self.train else plans
+            plans = [_PerStep(units + (dropped and not two), 0, 0, states)]
+            return [*plans, _PerStep(0, 1, 0, states)] if self.train else plans
         if not self.train:
-            return [_Plan(6, 0, 0, 6) if two else _Plan(1, 0, 0, 1)]
+            return [_PerStep(6, 0, 0, 6) if two else _PerStep(1, 0, 0, 1)]
         if two:
-            return [_Plan(4 if deep else 2, 0, 4, 6)]
-        return [_Plan(2, 0, 0, 1), _Plan(0, 1, 0, 1)] if deep else [_Plan(1, 0, 1, 1)]
+            return [_PerStep(4 if deep else 2, 0, 4, 6)]
+        return [_PerStep(2, 0, 0, 1), _PerStep(0, 1, 0, 1)] if deep else [_PerStep(1, 0, 1, 1)]
 
 
 class _CastFlat(torch.autograd.Function):
