@@ -231,7 +231,7 @@ def test_the_median_of_numbers_sorts_them_and_counts_those_that_are_none() -> No
 
 
 def test_a_draw_from_a_distribution() -> None:
-    weights = torch.zeros(4, 5_000, device="cuda")
+    weights = torch.ones(4, 5_000, device="cuda")
     one = blocks(4 * 5_000 * 4)
     assert scratch(lambda: torch.multinomial(weights, 20, replacement=True)) == 3 * one
     # One row is added up by CUB.
@@ -248,10 +248,10 @@ def test_a_draw_from_a_distribution() -> None:
 
 def test_older_draws_look_for_the_highest_first_and_read_the_answers() -> None:
     gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.11")
-    weights = torch.zeros(4, 5_000, device="cuda")
+    weights = torch.ones(4, 5_000, device="cuda")
     assert made(lambda: torch.multinomial(weights, 1)) == [32, 4, 1, 4, 1, 1, 16, 4, 1, 1, 80_000]
     gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.4")
-    weights = torch.zeros(4, 5_000, device="cuda")
+    weights = torch.ones(4, 5_000, device="cuda")
     assert made(lambda: torch.multinomial(weights, 1)) == [32, 4, 1, 4, 1, 1, 16, 4, 1, 80_000]
 
 
