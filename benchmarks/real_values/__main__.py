@@ -5,9 +5,9 @@
 The programs are in `basics`, `numerics`, `networks`, `modern` and `deciding`: small ones in the shape of PyTorch's tutorials and
 examples, each a function of the device. They print losses, predictions, choices and counts; what they print must be the same to
 the last digit that is printed. ``--ways`` runs them with stand-ins and with values=auto instead, and says which go another way
-than with real values though the report's first line has no word about it. ``--overhead`` times operators on tensors of 1 to 8
-MiB, and the steps of the programs in `heavy`, whose tensors are above 1 MiB, on the host and on the virtual GPU, in turn. It says
-which take at most twice as long.
+than with real values though the report's first line has no word about it. ``--overhead`` times operators, their gradients and
+optimizers' steps on tensors of 1 to 16 MiB, and the steps of the programs in `heavy`, whose tensors are above 1 MiB, on the host
+and on the virtual GPU, in turn. It says which take at most twice as long.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -82,7 +83,7 @@ def overhead(word: str) -> None:
     print(f"{'':<40}{'host, ms':>12}{'values=real, ms':>18}{'ratio':>8}")
     operators = {name: operator for name, operator in OPERATORS.items() if word in name}
     ratios: dict[str, dict[float, float]] = {name: {} for name in operators}
-    for mib in (1, 1.25, 1.5, 2, 3, 4, 6, 8):
+    for mib in SIZES:
         for name, operator in operators.items():
             ratios[name][mib] = _timed(f"{name}, {mib} MiB", functools.partial(_prepared, operator, mib), 60)
     found = {name: _timed(name, make, 15) for name, make in heavy.steps().items() if word in name}
@@ -114,6 +115,8 @@ def _timed(name: str, make: Callable[[str], Callable[[], object]], times: int) -
     return ours / host
 
 
+# Of the tensors, in MiB.
+SIZES = (1, 2, 4, 16)
 OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "add": torch.add,
     "times a number": lambda x, _: x * 2.0,
@@ -159,12 +162,69 @@ OPERATORS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "sum, backward": lambda x, y: _backward(torch.sum, x, None),
     "without gradients": lambda x, _: _without(torch.no_grad, x),
     "in inference mode": lambda x, _: _without(torch.inference_mode, x),
+    "view": lambda x, _: x.view(-1),
+    "product of matrices": lambda x, y: x[:128] @ y.t(),
+    "product of matrices, backward": lambda x, y: _backward(lambda one: one[:128] @ y.t(), x),
+    "linear, backward": lambda x, y: _backward(lambda one: F.linear(one, y[:64]), x),
+    "softmax, backward": lambda x, _: _backward(lambda one: one.softmax(-1), x),
+    "layer norm": lambda x, y: F.layer_norm(x, (1024,), y[0], y[1]),
+    "layer norm, backward": lambda x, y: _backward(lambda one: F.layer_norm(one, (1024,), y[0], y[1]), x),
+    "root mean square norm": lambda x, y: F.rms_norm(x, (1024,), y[0]),
+    "batch norm, backward": lambda x, _: _backward(lambda one: F.batch_norm(one, None, None, training=True), x),
+    "convolution": lambda x, y: F.conv2d(x.view(-1, 16, 32, 32), y[0, :144].view(1, 16, 3, 3)),
+    "convolution, backward": lambda x, y: _backward(
+        lambda one: F.conv2d(one.view(-1, 16, 32, 32), y[0, :144].view(1, 16, 3, 3)), x
+    ),
+    "pooling": lambda x, _: F.max_pool2d(x.view(-1, 16, 32, 32), 2),
+    "attention": lambda x, y: _attended(x, y),
+    "attention, backward": lambda x, y: _backward(lambda one: _attended(one, y), x),
+    "embedding": lambda x, _: F.embedding(torch.arange(len(x), device=x.device).flip(0), x),
+    "embedding, backward": lambda x, _: _backward(lambda one: F.embedding(torch.arange(64, device=x.device), one), x),
+    "cross entropy, backward": lambda x, _: _backward(
+        lambda one: F.cross_entropy(one, torch.arange(len(one), device=one.device)), x
+    ),
+    "dropout": lambda x, _: F.dropout(x, 0.1),
+    "cumulative sum": lambda x, _: x.cumsum(-1),
+    "sort": lambda x, _: x.sort(-1),
+    "topk": lambda x, _: x.topk(8),
+    "gather": lambda x, _: x.gather(0, torch.zeros(64, 1024, dtype=torch.int64, device=x.device)),
+    "scatter_add": lambda x, y: x.scatter_add(0, torch.zeros(64, 1024, dtype=torch.int64, device=x.device), y[:64]),
+    "rows by a list": lambda x, _: x[[0, 2, 4, 6]],
+    "by a mask": lambda x, _: x[x > 1],
+    "rows written": lambda x, y: x.__setitem__(torch.arange(64, device=x.device), y[:64]),
+    "stack": lambda x, y: torch.stack([x, y]),
+    "drawn": lambda x, _: torch.randn_like(x),
+    "einsum": lambda x, y: torch.einsum("ij,ij->i", x, y),
+    "SGD with momentum": lambda x, y: _step(torch.optim.SGD, x, y, lr=0.0, momentum=0.9),
+    "Adam": lambda x, y: _step(torch.optim.Adam, x, y, lr=0.0),
+    "AdamW, one by one": lambda x, y: _step(torch.optim.AdamW, x, y, lr=0.0, foreach=False),
+    "AdamW, fused": lambda x, y: _step(torch.optim.AdamW, x, y, lr=0.0, fused=True),
 }
+_OPTIMIZERS: dict[tuple[Any, str], tuple[torch.Tensor, torch.optim.Optimizer]] = {}
 
 
-def _backward(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor | None) -> None:
+def _backward(
+    function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, gradient: torch.Tensor | None = None
+) -> None:
     tracked = x.detach().requires_grad_()
-    function(tracked).backward(gradient)
+    made = function(tracked)
+    made.backward(made.detach() if gradient is None and made.dim() else gradient)
+
+
+def _attended(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    query, key = (one.view(-1, 4, 64, 64) for one in (x, y))
+    return F.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
+def _step(kind: Callable[..., torch.optim.Optimizer], x: torch.Tensor, y: torch.Tensor, **options: Any) -> None:
+    """A step of an optimizer that keeps its state from one to the next."""
+    key = kind, str(x.device)
+    kept = _OPTIMIZERS.get(key)
+    if kept is None or kept[0] is not x:
+        x.requires_grad_()
+        kept = _OPTIMIZERS[key] = x, kind([x], **options)
+        x.grad = y
+    kept[1].step()
 
 
 def _without(mode: Callable[[], contextlib.AbstractContextManager[object]], x: torch.Tensor) -> torch.Tensor:
