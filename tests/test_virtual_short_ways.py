@@ -76,6 +76,10 @@ OPERATORS: dict[str, Operator] = {
     "least and most": lambda x, _: torch.aminmax(x, dim=-1),
     "parts": lambda x, _: x.split(1),
     "norm": lambda x, _: F.layer_norm(x.double(), x.shape[1:]),
+    "norm in a group": lambda x, _: F.group_norm(x.double(), 1),
+    "standardised": lambda x, _: F.batch_norm(torch.stack([x, x], -1).double(), None, None, training=True),
+    "pooled": lambda x, _: F.max_pool2d(x.double().flatten(1)[None], 1, return_indices=True),
+    "middle": lambda x, _: x.double().median(0),
     "alike": lambda x, _: torch.zeros_like(x),
     "none of it": lambda x, _: x.contiguous(),
     "assigned": lambda x, _: (x.__setitem__(slice(None), 3), x)[1],
@@ -191,7 +195,8 @@ TRACKED: dict[str, Operator] = {
     for name in ("add", "to itself", "where", "relu", "half", "mean", "largest along", "softmax", "cat", "rows", "product")
 }  # fmt: skip
 TRACKED |= {
-    "norm": OPERATORS["norm"],
+    **{name: OPERATORS[name] for name in ("norm", "norm in a group", "standardised", "middle")},
+    "pooled": lambda x, _: F.max_pool2d(x.double().flatten(1)[None], 1),
     "written to": lambda x, y: (x * 2).mul_(y).relu_(),
     "assigned": lambda x, _: (made := x * 2, made.__setitem__(slice(1), 3))[0],
     "dropped": lambda x, _: F.dropout(x, 0.5, training=False),

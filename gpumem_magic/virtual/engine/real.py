@@ -209,7 +209,10 @@ class RealEngine(ComputingEngine):
                 return NotImplemented
         out, placement = self._anew(met, answer, args, kwargs, call)
         if shortcut.kind is not None:
-            self._compute_several(shortcut, function, args, kwargs, out, placement)
+            operator = partial(shortcut.operator, args, kwargs)
+            self._compute_several(
+                function if shortcut.on_host else None, args, kwargs, out, answer, placement, operator
+            )
             return shortcut.kind(out)
         if not shortcut.on_host or not self._compute_again(function, args, kwargs, out, answer, placement):
             func, args, kwargs = call or shortcut.operator(args, kwargs)
@@ -284,6 +287,8 @@ class RealEngine(ComputingEngine):
             answer = self.alike.found(self.alike.looks(func, args, kwargs))
             if answer is None or self.memory.is_recorded(answer.device):
                 return NotImplemented
+            if answer.kind is not None and way.touches and not answer.is_new:
+                return NotImplemented
             if met.writes and type(args[0]) is VirtualTensor:
                 views_anew.note(args[0])
             out, placement = self._anew(met, answer, args, kwargs, (func, args, kwargs))
@@ -354,7 +359,7 @@ class RealEngine(ComputingEngine):
         again = met.again and touches and not first and gives_tensors(func)
         function = plain_function(func) if again else None
         gives_one = gives_one_tensor(func)
-        known = function is not None and gives_one if touches else gives_tensors(func)
+        known = function is not None if touches else gives_tensors(func)
         quick = met.again and known and id(func) not in self._writing_each
         way = self._ways[id(func)] = _Handling(touches, first, function, gives_one, met, quick)
         return way
@@ -425,22 +430,28 @@ class RealEngine(ComputingEngine):
                         self.twins.view(leaf).zero_()
 
     def _operate_again(
-        self, func: Any, args: Any, kwargs: Any, out: VirtualTensor, answer: Answer, placement: Placement | None = None
+        self, func: Any, args: Any, kwargs: Any, out: Any, answer: Answer, placement: Any = None
     ) -> None:
-        """Most operators: one result, of what the host's function gives. On the host's tensors nobody's modes may be on."""
+        """Most operators: new results, or one, of what the host's function gives. On the host's tensors nobody's modes may be
+        on."""
         function = self._ways[id(func)].function
         # (Past the overload, which does no more.)
         in_c = not isinstance(function, FunctionType)
-        if not self._compute_again(function._op if in_c else function, args, kwargs, out, answer, placement):
+        first = function._op if in_c else function
+        if answer.kind is not None:
+            self._compute_several(first, args, kwargs, out, answer, placement, lambda: (func, args, kwargs))
+        elif not self._compute_again(first, args, kwargs, out, answer, placement):
             self._compute_again(partial(_computed, func) if in_c else function, args, kwargs, out, answer, sure=True)
 
     def _compute_several(
-        self, shortcut: Shortcut, function: Any, args: Any, kwargs: Any, outs: Any, placements: Any
+        self, function: Any, args: Any, kwargs: Any, outs: Any, answer: Answer, placements: Any, operator: Any
     ) -> None:
-        """The same of several new tensors."""
-        answer, twins = shortcut.answer, self.twins
+        """The same of several new tensors, by a function of the host's; None where it is for the device alone. operator() ->
+        (operator, its arguments, its named ones), where the function lacks a kernel."""
+        twins = self.twins
         results: Any = None
-        if shortcut.on_host:
+        hosts: list[Any] = []
+        if function is not None:
             hosts = [on_host(twins, arg) for arg in args]
             named = {name: on_host(twins, arg) for name, arg in kwargs.items()} if kwargs else {}
             try:
@@ -448,19 +459,19 @@ class RealEngine(ComputingEngine):
             except RuntimeError as error:
                 if not lacks_kernel(error):
                     raise
-        if results is None or not answer.as_on_host:
-            # (With care, and as often as a host's results do not lie as the device's.)
-            func, args, kwargs = shortcut.operator(args, kwargs)
-            call, results, kept = self._run(func, args, kwargs, answer.device)
-            self._put(outs, call, results, kept)
-            answer.as_on_host = all(twins.has_taken(mine, its) for mine, its in zip(outs, results, strict=True))
+            hosts += named.values()
+        if results is None:
+            func, given, named = operator()
+            self._put(outs, *self._run(func, given, named, answer.device))
             return
         self.computed += 1
         for number, (placement, result) in enumerate(zip(placements, results, strict=True)):
             if answer.lies_as(result, number):
                 placement.twin, placement.host = result.untyped_storage(), result
-            elif not twins.keep(outs[number], result, ()):
+            elif not twins.keep(outs[number], result, hosts):
                 refuse_to_compute(getattr(function, "__name__", function), "its results have other sizes on the host")
+        if not answer.as_on_host:
+            answer.as_on_host = all(twins.has_taken(mine, its) for mine, its in zip(outs, results, strict=True))
 
     def _compute_again(
         self,

@@ -11,7 +11,7 @@ tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from math import ceil, prod, sqrt
 from typing import Any
@@ -102,9 +102,17 @@ _CHECKED_ON_DEVICE_FROM, _ENDS_AT_ONCE_FROM = (2, 5), (2, 12)
 _LONGEST_MODE = 2048
 
 
-@special(*_LAID_OUT)
+def _lies_plainly(places: Sequence[int]) -> Callable[..., bool]:
+    """Whether none of these arguments is copied."""
+    return lambda engine, args, kwargs: all(args[place].is_contiguous() for place in places)
+
+
 def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return laid_out(engine, func, args, kwargs, device, _LAID_OUT[func])
+
+
+for _func, _arguments in _LAID_OUT.items():
+    special(_func, plain=_lies_plainly(_arguments), by_looks=True)(_laid_out)
 
 
 def laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, places: Sequence[int]) -> Any:

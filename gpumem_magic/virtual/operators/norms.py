@@ -16,6 +16,7 @@ from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.strides import like_channels_last
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
 from gpumem_magic.virtual.operators.reductions import shared_by_statistics
@@ -43,7 +44,12 @@ def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
     return bool(input.dtype != torch.float16 or weight.dtype == torch.float32)
 
 
-@special(_aten.native_batch_norm.default)
+def _makes_statistics(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether it trains, with weights of a type that no way refuses."""
+    return bool(args[5]) and (args[1] is None or args[1].dtype == args[0].dtype)
+
+
+@special(_aten.native_batch_norm.default, plain=_makes_statistics, by_looks=True)
 def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """In evaluation cuDNN returns a mean and a deviation of no elements (``cudnn/BatchNorm.cpp``). Recorded with 2.5."""
     input, weight, _, mean, _, training = args[:6]
@@ -250,7 +256,17 @@ def _nothing_to_add_up(engine: Engine, args: Any, device: int) -> tuple[Any, ...
 _RMS_BACKWARD = tuple(overloads("_fused_rms_norm_backward") if hasattr(_aten, "_fused_rms_norm_backward") else ())
 
 
-@special(_aten.native_layer_norm_backward.default, *_RMS_BACKWARD)
+def _makes_gradients_alone(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether all lies plainly, and there are too few rows for sums in parts."""
+    gradient, input = args[:2]
+    if not (gradient.is_contiguous() and input.is_contiguous()):
+        return False
+    if not isinstance(input, VirtualTensor) or input.numel() > _FEW_ROWS * prod(args[2]):
+        return False
+    return engine.memory.torch_version(input.fake_device.index) >= _ROWS_IN_ONE_KERNEL_FROM
+
+
+@special(_aten.native_layer_norm_backward.default, *_RMS_BACKWARD, plain=_makes_gradients_alone)
 def _layer_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradients of weight and bias, where there are many more rows than columns, are added up in parts, then the parts.
 
