@@ -57,6 +57,10 @@ _COMMON = (
     "gpumem_magic.recording.recorder", "gpumem_magic.causes.why", "gpumem_magic.report.build", "gpumem_magic.user_report",
     "gpumem_magic.views.text",
 )  # fmt: skip
+# Before a program that says nothing of a device.
+_ON_THE_DEVICE = (
+    "import torch; torch.set_default_device('cuda' if torch.cuda.is_available() else 'cpu'); torch.manual_seed(0)\n"
+)
 VERDICTS = ("works", "its own fault", "refused", "wrong")
 LIMIT = 60
 
@@ -225,6 +229,9 @@ def _once(
             (folder / file).write_text(text.replace(before, after), encoding="utf-8")
         if "entry" in one:
             (folder / script).write_text(one["entry"], encoding="utf-8")
+        if one.get("default_device"):
+            text = (folder / script).read_text(encoding="utf-8")
+            (folder / script).write_text(_ON_THE_DEVICE + text, encoding="utf-8")
         place = folder / one.get("folder", Path(script).parent)
         for recipe, where, *numbers in one.get("data", ()):
             RECIPES[recipe](home / where[2:] if where.startswith("~/") else place / where, *numbers)
