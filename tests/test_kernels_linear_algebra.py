@@ -233,6 +233,30 @@ def test_exponentials_are_multiplied_with_themselves_as_often_as_they_were_halve
     assert large[5:] == [3, 2, 1, 1, 3, 3]
 
 
+def test_what_is_multiplied_equally_often_is_one_section() -> None:
+    """As an H100 was asked with 2.11: the sections' counts are one number, and so are the differences."""
+    found = made(lambda: linalg.matrix_exp(torch.rand(40, 8, 8, device="cuda")))
+    assert found[found.index(1279) - 1 : found.index(1279) + 10] == [8, 1279, 8, 8, 8, 8, 16, 8, 16, 10_240, 10_240]
+
+
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_the_other_side_s_complex_vectors_are_noted_as_conjugated(values: str) -> None:
+    """So a product with them copies them first, in the gradient of singular values too (an H100, 2.11)."""
+    gpu.turn_off()
+    gpu.turn_on(f"H100,torch=2.11,context=0MiB,values={values}")
+    a = torch.randn(513, 33, dtype=torch.complex64, device="cuda", requires_grad=True)
+    left, found, right = linalg.svd(a, full_matrices=False)
+    assert right.is_conj()
+    assert not left.is_conj()
+    if values == "real":
+        assert torch.allclose((left * found) @ right, a, atol=1e-4)
+    singular = linalg.svdvals(a)
+    gradient = torch.ones_like(singular)
+    assert made(lambda: torch.autograd.grad(singular, a, gradient))[:3] == [8712, 8712, 135_432]
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.13,context=0MiB")
+
+
 def test_the_gradient_of_an_exponential_has_one_of_twice_as_many_rows() -> None:
     matrices = torch.zeros(100, 100, device="cuda", requires_grad=True)
     out = linalg.matrix_exp(matrices)

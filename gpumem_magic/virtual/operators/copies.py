@@ -98,8 +98,6 @@ _THREADS = 128
 _BLOCK = 16 * _THREADS
 # `multinomial`: since when the device checks the weights, and looks for the lowest and the highest together.
 _CHECKED_ON_DEVICE_FROM, _ENDS_AT_ONCE_FROM = (2, 5), (2, 12)
-# The longest row whose most frequent value is found without sorting.
-_LONGEST_MODE = 2048
 
 
 def _lies_plainly(places: Sequence[int]) -> Callable[..., bool]:
@@ -431,17 +429,6 @@ def _of_one_row(engine: Engine, device: int, func: Any, args: Any, kwargs: Any, 
         # Each block's sum (``inclusive_deterministic_scan`` in ATen/cuda/cub.cuh).
         return [item * blocks_in_turn(out.numel(), engine.memory.processors(device)[0])]
     return [cub_of(engine, device).scan(out.numel(), item, not is_class)]
-
-
-@special(_aten.mode.default, table=BESIDE)
-def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """A copy of rows, which longer ones are sorted in."""
-    source = args[0]
-    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
-    if not source.dim() or source.shape[dim] == 1:
-        return []
-    plain = source.transpose(dim, -1).is_contiguous() and source.shape[dim] <= _LONGEST_MODE
-    return [] if plain else [bytes_of(source)]
 
 
 def staged_bytes(on_device: Any, on_host: Any, non_blocking: bool = False) -> int:

@@ -30,7 +30,8 @@ _OLDEST = (2, 0)
 # States before the first tile's, for a warp to look at.
 _PADDING = 32
 _SUBSCRIPTIONS = 5
-_OFFSET = 8
+_OFFSET, _PAIR = 8, 16
+_ALIGNED_BY_THRUST = 128
 
 # Threads and items of a tile, by the element's size. Selecting by flags, and those that differ from the one before.
 _FLAGGED = {
@@ -133,9 +134,10 @@ class Cub(NamedTuple):
         return blob()
 
     def merge_sort(self, count: int, key: int, value: int = 0) -> int:
-        """Keys of eight bytes by a comparison of the program's own, in tiles of 256 x 8: all again, and where tiles meet."""
+        """Keys of up to eight bytes by a comparison of the program's own, in tiles of 256 x 17 x 4 bytes: all again, and where
+        tiles meet."""
         offset = 4 if self.version >= _THREE else 8
-        return blob(count * key, count * value, (_parts(count, 256 * 8) + 1) * offset)
+        return blob(count * key, count * value, (_parts(count, 256 * min(17, 17 * 4 // key)) + 1) * offset)
 
     def unique(self, count: int) -> int:
         """Those of eight bytes that differ from the one before by a comparison of the program's own: Thrust's kernel."""
@@ -147,6 +149,18 @@ class Cub(NamedTuple):
             return self.unique(count)
         threads, items = self._run_policy(8, 8)
         return self._of_thrust(_parts(count, threads * items))
+
+    def sums_by_key(self, count: int) -> int:
+        """The runs of equal elements, with sums of eight bytes: Thrust's storage."""
+        return blob(_OFFSET, blob(16 * (_parts(count, 256 * 9) + _PADDING)))
+
+    def largest_of(self, count: int) -> int:
+        """Where the largest of so many is, as Thrust has it: pairs of value and place."""
+        return blob(_PAIR, _PAIR, 0 if count <= 256 * 16 else self._sums_of_blocks(_PAIR))
+
+    def first_found(self) -> int:
+        """Where the first that a condition holds for is: Thrust's storage, and the place."""
+        return self._sums_of_blocks(_PAIR) + _PAIR
 
     def _of_thrust(self, tiles: int) -> int:
         """How many there are, beside the tiles' states, which are a block of their own."""
@@ -160,12 +174,18 @@ class Cub(NamedTuple):
 
     def sum(self, count: int) -> int:
         """One sum of four bytes, of a block's sums each. Eight blocks of 256 threads run at a time where there is room."""
-        if count <= 256 * 16:
-            return 1
-        processors, threads = self.processors
-        return blob(4 * processors * (threads // 256) * _SUBSCRIPTIONS)
+        return 1 if count <= 256 * 16 else self._sums_of_blocks(4)
 
-    def radix_sort(self, count: int, key: int, value: int, bits: int | None = None) -> int:
+    def _sums_of_blocks(self, item: int) -> int:
+        processors, threads = self.processors
+        return blob(item * processors * (threads // 256) * _SUBSCRIPTIONS)
+
+    def radix_sort_of_thrust(self, count: int, key: int, value: int) -> int:
+        """The same with copies of Thrust's own, which begin at multiples of 128."""
+        copies = sum(round_up(count * item, _ALIGNED_BY_THRUST) for item in (key, value))
+        return copies + self.radix_sort(count, key, value, copied=False)
+
+    def radix_sort(self, count: int, key: int, value: int, bits: int | None = None, copied: bool = True) -> int:
         """Keys with a value of `value` bytes each (0: without), by their lowest `bits`.
 
         Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass
@@ -178,14 +198,14 @@ class Cub(NamedTuple):
         copies = (count * key, count * value)
         newest = self._tuned_for >= 90
         if key < 4 and not newest:
-            return blob(self._table_of_counts(key), *copies)
+            return blob(self._table_of_counts(key), *(copies if copied else ()))
         passes = _parts(8 * key if bits is None else bits, _DIGITS_AT_ONCE)
         threads, items = self._sorting(key, value, newest)
         items = max(1, items * 4 // max(4, widest))
         # What is sorted lies in 48 KiB of shared memory.
         threads = min(threads, (49152 // (max(4, widest) * items) + 31) // 32 * 32)
         tiles = _parts(count, threads * items)
-        return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 else ()), passes * 4)
+        return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 and copied else ()), passes * 4)
 
     def _sorting(self, key: int, value: int, newest: bool) -> tuple[int, int]:
         """Threads, and items of four bytes."""

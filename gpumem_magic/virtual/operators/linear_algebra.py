@@ -693,6 +693,9 @@ def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
             with engine.scratch(device, *_svd(args, kwargs, out)):
                 _by_svd(engine, args[0], driver, device)
             _look_at_codes(engine, device, codes)
+        if out[2].is_complex() and out[2].numel() and not func._schema.is_mutable:
+            # cuSOLVER gives the other side as it is before it is turned; that it is conjugated is noted (`svd_kernel`).
+            torch._C._set_conj(out[2], True)
     return out
 
 

@@ -165,6 +165,7 @@ def _of_all(matrices: torch.Tensor, norms: torch.Tensor, known: torch.Tensor | N
     """By the eighteenth degree: those that are multiplied equally often together. (What C++ frees at the end of a line, or of
     all, goes by hand.)"""
     bound = _bounds(matrices.dtype)[-1]
+    sections = _sections(known, bound, len(norms))
     larger = norms / bound
     power = larger.log2()
     whole = power.ceil()
@@ -177,6 +178,8 @@ def _of_all(matrices: torch.Tensor, norms: torch.Tensor, known: torch.Tensor | N
     ordered = ordered.to(torch.int64)
     distinct, places, counts = torch.unique_consecutive(ordered, return_inverse=True, return_counts=True)
     del distinct, places
+    # (Its memory is that of the most there could be.)
+    counts.resize_(len(sections))
     edges = counts.cumsum(0) - 1
     different = ordered.index_select(0, edges).clamp(min=0)
     more = torch.diff(different, prepend=different.new_zeros(1))
@@ -184,7 +187,7 @@ def _of_all(matrices: torch.Tensor, norms: torch.Tensor, known: torch.Tensor | N
     pieces = []
     rest = made.index_select(0, order)
     done = 0
-    for so_often, count in _sections(known, bound, len(norms)):
+    for so_often, count in sections:
         for _ in range(so_often - done):
             rest = torch.matmul(rest, rest, out=torch.empty_like(rest))
         done = so_often

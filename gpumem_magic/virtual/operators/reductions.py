@@ -22,7 +22,8 @@ from gpumem_magic.virtual.engine.modes import pushed
 
 _aten = torch.ops.aten
 
-_MOST_THREADS = 512
+# Of a block, and of one for complex numbers in double precision (`mnt_wrapper` in ``Reduce.cuh``).
+_MOST_THREADS, _MOST_OF_COMPLEX_DOUBLES = 512, 256
 _WARP = 32
 _FEWEST_VALUES, _MOST_VALUES = 16, 256
 _VECTOR = 4
@@ -72,7 +73,7 @@ def split(
             width //= vector
         elif width >= 128 and plan.reduced == 1:
             width //= at_once
-    most = _MOST_THREADS // vector
+    most = (_MOST_OF_COMPLEX_DOUBLES if item == 16 else _MOST_THREADS) // vector
     width, height = (min(most, _power_of_two(size)) for size in (width, height))
     block_height = min(height, most // min(width, _WARP))
     block_width = min(width, most // block_height)
@@ -224,6 +225,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         return Kernels((), ())
     kernel = KERNELS[func]
     item, copied = source.element_size(), 0
+    given = kwargs.get("dtype") if func is _aten.linalg_vector_norm.default else None
     if kernel is _TRUTH and source.numel() == 1:
         # One number is converted, and no kernel of a reduction runs.
         return Kernels(() if source.dtype == torch.bool else (1,), ())
@@ -231,8 +233,10 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     if func in _COUNTS:
         # What is added up are truth values.
         item, copied, half = 8, source.numel() * 8, False
-    elif kernel.in_results_type and first.dtype != source.dtype and not (half and first.dtype == torch.float32):
-        item = first.element_size()
+    elif ((kernel.in_results_type and first.dtype != source.dtype) or given not in (None, source.dtype)) and not (
+        half and first.dtype == torch.float32
+    ):
+        item, half = (given or first.dtype).itemsize, False
         copied = source.numel() * item
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
     accumulator *= kernel.results

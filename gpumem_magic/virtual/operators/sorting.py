@@ -19,6 +19,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, index_lists
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
@@ -236,6 +237,51 @@ def _unique_along(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
             with engine.scratch(device, cub.unique(rows)):
                 pass
         return _placed(engine, tuple(shape), source.dtype, device), inverse, counts
+
+
+# The longest row whose most frequent value one kernel finds.
+_LONGEST_MODE = 2048
+
+
+@special(_aten.mode.default, table=BESIDE)
+def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+    """A copy of rows that are long or do not lie plainly; of long ones each is sorted there, and its runs counted, one by one
+    (``TensorModeKernel.cpp`` and ``.cu``, with Thrust)."""
+    source = args[0]
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
+    if not source.dim() or source.shape[dim] == 1 or not source.numel():
+        return ()
+    count = source.shape[dim]
+    if count <= _LONGEST_MODE and source.transpose(dim, -1).is_contiguous():
+        return ()
+    with engine.scratch(device, bytes_of(source)):
+        if count > _LONGEST_MODE and source.dtype != torch.bool:
+            for distinct in _distinct_in_rows(source, dim):
+                _hold_for_mode(engine, device, source.dtype, count, distinct)
+    return ()
+
+
+def _distinct_in_rows(source: Any, dim: int) -> list[int]:
+    """How many values each row has: as many as there can be where they are not known."""
+    count = source.shape[dim]
+    known = values.known(source)
+    if known is None:
+        return [min(count, 1 << 8 * source.element_size())] * (source.numel() // count)
+    return [len(row.unique()) for row in known.host.transpose(dim, -1).reshape(-1, count)]
+
+
+def _hold_for_mode(engine: Engine, device: int, dtype: torch.dtype, count: int, distinct: int) -> None:
+    cub, item = cub_of(engine, device), dtype.itemsize
+    # (Thrust knows an order of its own of plain numbers alone.)
+    by = cub.merge_sort if dtype in HALF else cub.radix_sort_of_thrust
+    with engine.scratch(device, count * _INDEX):
+        for size in (by(count, item, _INDEX), cub.sum(count) + 4):
+            with engine.scratch(device, size):
+                pass
+        with engine.scratch(device, distinct * item, distinct * _INDEX):
+            for size in (cub.sums_by_key(count), cub.largest_of(distinct), cub.first_found()):
+                with engine.scratch(device, size):
+                    pass
 
 
 def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
