@@ -47,6 +47,7 @@ NAMES = [
     "RTX4090",
     "RTX5090",
     "RTX-PRO-6000",
+    "RTX-PRO-5000",
     "A6000",
     "A10G",
     "TITAN-RTX",
