@@ -76,7 +76,7 @@ OPERATORS: dict[str, Operator] = {
     "least and most": lambda x, _: torch.aminmax(x, dim=-1),
     "parts": lambda x, _: x.split(1),
     "norm": lambda x, _: F.layer_norm(x.double(), x.shape[1:]),
-    "norm in a group": lambda x, _: F.group_norm(x.double(), 1),
+    "norm in a group": lambda x, _: F.group_norm(torch.stack([x, x], -1).double(), 1),
     "standardised": lambda x, _: F.batch_norm(torch.stack([x, x], -1).double(), None, None, training=True),
     "pooled": lambda x, _: F.max_pool2d(x.double().flatten(1)[None], 1, return_indices=True),
     "middle": lambda x, _: x.double().median(0),
