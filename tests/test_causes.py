@@ -1590,6 +1590,14 @@ def test_a_model_goes_by_the_name_that_can_be_called(
         assert "`holder.model`" in found.text
 
 
+def test_a_model_that_failed_before_it_came_to_train_needs_no_smaller_weights() -> None:
+    with notebook("virtual:2GiB") as book:
+        book.cell("model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()")
+        report = book.measured("model(torch.ones(1, 5).cuda())")
+        assert report.answer.startswith("RuntimeError at line 2; memory did not run out. Of 128 MiB at the peak, ")
+        assert "wide_inference" not in names(report)
+
+
 def test_what_joins_many_is_not_said_to_make_much_of_few() -> None:
     """Of many inputs not all are noted; the whole is as large as they are together."""
     with notebook("virtual:1GiB") as book:

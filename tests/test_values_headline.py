@@ -495,6 +495,16 @@ def test_what_a_library_compares_decides_nothing_but_an_error(tmp_path: Path) ->
     assert "Another object" in run(tmp_path, made + code)
 
 
+def test_a_module_that_was_on_the_device_is_no_value_that_nobody_knows(tmp_path: Path) -> None:
+    code = "net = torch.nn.Linear(512, 512).cuda()\nnet = torch.nn.Sequential(net.{}).cuda()\nout = net(x)"
+    made = "x = torch.randn(4, 512, device='cuda')\n"
+    for moved in ("cpu()", "to('cpu')"):
+        assert "does not know" not in run(tmp_path, made + code.format(moved))
+    # Its values are another matter.
+    read = "net = torch.nn.Linear(512, 512).cuda().cpu()\nif net.weight.sum() > 0:\n    x = x.repeat(2, 1)"
+    assert "does not know" in run(tmp_path, made + read)
+
+
 def test_an_if_that_gives_a_name_one_of_two_objects_is_an_if(tmp_path: Path) -> None:
     made = "net, other = torch.nn.Linear(8, 8).cuda(), torch.nn.ReLU()\nx = torch.randn(4, 8, device='cuda')\n"
     code = "same = torch.allclose(x, net(x))\nif same:\n    chosen = net\nelse:\n    chosen = other\nout = chosen(x)"

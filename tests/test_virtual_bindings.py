@@ -178,10 +178,18 @@ def test_pinned_memory_is_a_copy_that_says_so() -> None:
     assert torch.empty(3, pin_memory=True).is_pinned()
     assert torch.zeros_like(plain, pin_memory=True).is_pinned()
     assert not torch.ones(3, pin_memory=False).is_pinned()
+    assert torch.tensor([1, 2], pin_memory=True).is_pinned()
+    assert not torch.tensor([1, 2], pin_memory=False).is_pinned()
+    assert plain.new_tensor([1.0], pin_memory=True).is_pinned()
     assert pinned.untyped_storage().is_pinned()
     assert torch.UntypedStorage(4).pin_memory().is_pinned()
     with pytest.raises(RuntimeError, match="Only dense CPU tensors can be pinned"):
         torch.empty(3, device="cuda", pin_memory=True)
+    # (Its values pass through pinned memory.)
+    assert torch.tensor([1, 2], device="cuda", pin_memory=True).is_cuda
+    with torch.device("cuda"):
+        assert torch.tensor([1, 2], pin_memory=True).is_cuda
+        assert torch.tensor([1, 2], device="cpu", pin_memory=True).is_pinned()
     gpu.turn_off()
     assert not pinned.is_pinned()
 

@@ -9,6 +9,7 @@ from gpumem_magic.causes.model import Scene, requested
 from gpumem_magic.causes.places import module_of
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
+from gpumem_magic.report.failure import is_of_memory
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, counted, human
 
@@ -69,7 +70,11 @@ def wide_inference(scene: Scene) -> Iterator[Cause]:
     wide = [
         one for one in scene.held if one.address in addresses and one.dtype == "float32" and one.kind == "parameter"
     ]
-    crowded = scene.report.error is not None or 2 * scene.report.peak.allocated >= (scene.report.device.capacity or 0)
+    error = scene.report.error
+    if error is not None and not is_of_memory(error):
+        # It may have failed before it came to train.
+        return
+    crowded = error is not None or 2 * scene.report.peak.allocated >= (scene.report.device.capacity or 0)
     if not crowded or size_of(wide) < scene.part_of_peak(2):
         return
     name = module_of(wide[0])

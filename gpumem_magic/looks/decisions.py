@@ -24,7 +24,8 @@ _OF_VALUES = (
     "RuntimeError", "StopIteration", "LinAlgError",
 )  # fmt: skip
 # What is so whatever the values are: what autograd says of a graph, and what operators say of devices and types (ATen's
-# `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, and every `data_ptr<T>()`).
+# `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, and every `data_ptr<T>()`), and torchvision of a build
+# that does not fit (`torchvision/extension.py`).
 _WHATEVER_THE_VALUES = (
     "backward through the graph a second time",
     "does not require grad",
@@ -34,6 +35,7 @@ _WHATEVER_THE_VALUES = (
     "and weight type (",
     "to have the same dtype",
     "expected scalar type",
+    "Couldn't load custom C++ ops",
 )
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)

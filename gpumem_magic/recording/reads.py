@@ -103,9 +103,9 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared, scripted, stepping = (
+    caught, whole, sized, listed, compared, scripted, stepping, moved = (
         marks[read[0], read[1], mark]
-        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping")
+        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping", "moved")
     )
     if caught:
         return "except"
@@ -127,7 +127,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     # What TorchScript reads in the midst of its function is for a test.
     if scripted or any(chooses_a_way(*one) for one in asked):
         return "branch"
-    if chooses_an_object(*read, callers, within):
+    # (A module that moved, and is called later, is the same one.)
+    if moved < count and chooses_an_object(*read, callers, within):
         return "branch" if goes_by_an_if(*read, callers, within) else "choice"
     if sized or selects(*read, callers, within):
         return "selection"

@@ -47,6 +47,8 @@ _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "ran
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
+# What these are told of the result, and not of how its values come to the host.
+_OF_THE_RESULT = ("device", "requires_grad", "copy", "pin_memory")
 # Those that put a sparse tensor together.
 _SPARSE = ("sparse_coo_tensor", *(f"sparse_{layout}_tensor" for layout in ("csr", "csc", "bsr", "bsc", "compressed")))
 _QUANTISED = ("_empty_affine_quantized", "_empty_per_channel_affine_quantized")
@@ -322,6 +324,10 @@ class Factories:
         made = self._maker(original)(*args, **kwargs)
         if isinstance(made, torch.Tensor) and made.device.type == "cuda":
             raise RuntimeError("Only dense CPU tensors can be pinned")
+        return self._noted(made)
+
+    def _noted(self, made: Any) -> Any:
+        """From now on it counts as pinned, if it lies on the host."""
         if type(made) is torch.Tensor and made.is_cpu and made.layout is torch.strided:
             self._pinned.note(made.untyped_storage())
         return made
@@ -380,6 +386,9 @@ class Factories:
 
     def _from_values(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def make_from_values(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.pop("pin_memory", False):
+                # What goes to a device passes through pinned memory (`internal_new_from_data`, torch/csrc/utils/tensor_new.cpp).
+                return self._noted(make_from_values(*args, **kwargs))
             if STATE.depth:
                 return original(*args, **kwargs)
             index = self.index_of(kwargs.get("device"))
@@ -451,7 +460,7 @@ class Factories:
             if getattr(original, "__name__", "") in ("as_tensor", "asarray"):
                 return data.to(target, dtype or data.dtype)
             return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
-        host_kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "requires_grad", "copy")}
+        host_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_RESULT}
         host = original(*args, **host_kwargs, device=torch.device("cpu"))
         if index is None:
             return host.requires_grad_(requires_grad) if requires_grad else host
