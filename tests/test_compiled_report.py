@@ -66,6 +66,25 @@ def test_breaks_are_said_with_their_lines_and_reasons(report: Any) -> None:
     assert "graphs break" in str(report.explain())
 
 
+def test_a_default_device_breaks_no_graph() -> None:
+    @torch.compile
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = x.float().add_(torch.ones(4))
+        return y.to(x.dtype).new_zeros(4) + torch.zeros_like(y)
+
+    gpu.turn_on("A100-40GB")
+    torch.set_default_device("cuda")
+    try:
+        x = torch.rand(1024, 4, dtype=torch.half)
+        with gpumem_magic.measure() as measured:
+            made = step(x)
+    finally:
+        torch.set_default_device(None)
+    compiled = measured.report.compiled
+    assert (made.device.type, compiled.graphs, compiled.breaks, compiled.failed) == ("cuda", 1, (), ())
+    gpu.turn_off()
+
+
 def test_a_line_that_breaks_twice_is_named_once() -> None:
     """Where the program branches by a value, within a function that is called and when that is compiled by itself."""
     gpu.turn_on("A100-40GB")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections import Counter
 from pathlib import Path
+from types import MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
 
-from gpumem_magic.patching import Patches
+from gpumem_magic.patching import Patches, behind_relays
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.factories import Factories
@@ -18,6 +21,8 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 # What Dynamo must not look into: the device itself, and what relays calls to it. Hooks of a recording stay, which say nothing
 # while it compiles, so that a measured program breaks into no other graphs.
 _PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "looks", _PACKAGE / "patching.py")
+# What Dynamo takes for methods of tensors that go into graphs.
+_METHODS = (MethodDescriptorType, WrapperDescriptorType)
 _A_LOOP = "graph break in a for/while loop"
 
 
@@ -37,6 +42,7 @@ def install(patches: Patches, factories: Factories) -> None:
         patches.insert(rules, "SKIP_DIRS", path.as_posix())
     patches.set(factories, "traces", True)
     _know_who_asks(patches, rules)
+    _know_methods(patches, rules)
     _forget()
 
 
@@ -49,6 +55,23 @@ def _know_who_asks(patches: Patches, rules: Any) -> None:
     handler = handlers.get(plain) or handlers[ours]
     handlers.update({plain: handler, ours: handler})
     patches.insert(rules, "torch_name_rule_map", {"torch.overrides.has_torch_function": functions})
+
+
+def _know_methods(patches: Patches, rules: Any) -> None:
+    """What stands for a tensor's method is that method to Dynamo, too, which asks where a function mode hands it on, as the
+    default device does (`get_tensor_method` in ``torch/_dynamo/trace_rules.py``, seen in 2.13)."""
+    plain = rules.get_tensor_method
+    # (What it remembered may be of another time.)
+    plain.cache_clear()
+    patches.also_undo(plain.cache_clear)
+    methods = [method for method in vars(torch.Tensor).values() if behind_relays(method) is not method]
+    known: frozenset[Any] = plain().union(method for method in methods if isinstance(behind_relays(method), _METHODS))
+
+    @functools.cache
+    def get_tensor_method() -> frozenset[Any]:
+        return known
+
+    patches.set(rules, "get_tensor_method", get_tensor_method)
 
 
 def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
@@ -101,6 +124,10 @@ def _forget() -> None:
     rules = importlib.import_module("torch._dynamo.trace_rules")
     rules.get_torch_obj_rule_map.cache_clear()
     rules._recompile_re()
+    # Which functions a function mode may stand in for, as the default device does: of another time they are none of these.
+    functions = sys.modules.get("torch._dynamo.variables.torch")
+    if functions is not None:
+        functions.get_overridable_functions.cache_clear()
     # Without a frame that it has looked at there is nothing to reset; and `reset` imports the rest of the compiler.
     if importlib.import_module("torch._dynamo.convert_frame").input_codes.seen:
         importlib.import_module("torch._dynamo").reset()

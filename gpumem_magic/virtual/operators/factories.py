@@ -240,9 +240,17 @@ class Factories:
         self._pinned.install(patches)
         patches.set(torch.Tensor, "resize_", self._resized(torch.Tensor.resize_))
         patches.set(torch.UntypedStorage, "resize_", self._storage_resized(torch.UntypedStorage.resize_))
-        context = torch.utils._device.DeviceContext
-        patches.set(context, "__torch_function__", self._device_context(context.__torch_function__, makers))
+        context, asked = torch.utils._device.DeviceContext, torch.utils._device._device_constructors
+        answer = context.__torch_function__
+        patches.set(context, "__torch_function__", self._device_context(answer, makers))
         patches.set(torch.utils._device, "_device_constructors", lambda: makers)
+        # What Dynamo takes in their place: it knows PyTorch's own, and reads into them.
+        replaced: list[tuple[Any, Any]] = [
+            (context.__torch_function__, answer),
+            (torch.utils._device._device_constructors, asked),
+        ]
+        for placed, read in replaced:
+            placed._torchdynamo_inline = read
 
     @property
     def engine(self) -> Engine:
