@@ -8,7 +8,7 @@ import io
 import operator
 import pickle
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -410,3 +410,91 @@ def test_a_mode_of_the_programs_notes_the_same_operators_as_on_the_host() -> Non
             layer(data).relu().sum().backward()
         noted.append(mode.seen)
     assert noted[0] == noted[1]
+
+
+class Noted(torch.Tensor):
+    """Made of a tensor by its own class, with something beside it."""
+
+    note: str
+
+    def __new__(cls: Any, tensor: torch.Tensor, note: str = "") -> Any:
+        made = super().__new__(cls, tensor)
+        made.note = note
+        return made
+
+
+class Dispatching(torch.Tensor):
+    """Holds the tensor that it is made of, and says itself what operators do with it."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    seen: ClassVar[list[str]] = []
+
+    def __new__(cls: Any, tensor: torch.Tensor) -> Any:
+        made = super().__new__(cls, tensor)
+        made.inner = tensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(str(func))
+        inner = tree_map(lambda one: one.inner if isinstance(one, cls) else one, (args, kwargs or {}))
+        out = func(*inner[0], **inner[1])
+        return tree_map(lambda one: cls(one) if isinstance(one, torch.Tensor) else one, out)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_class_makes_one_of_a_tensor(device: str) -> None:
+    data = torch.ones(256, device=device, requires_grad=True)
+    before = torch.cuda.memory_allocated()
+    made: Any = Noted(data, "a note")
+    assert torch.cuda.memory_allocated() == before
+    assert (type(made).__name__, made.note, made.device.type) == ("Noted", "a note", device)
+    assert made.data_ptr() == data.data_ptr()
+    assert isinstance(made * 2, Noted)
+    # As `alias`, which autograd knows.
+    (made * 3).sum().backward()
+    assert data.grad is not None
+    assert data.grad.shape == data.shape
+    assert isinstance(type(made)(data), Noted)
+    assert isinstance(Plain(data.detach()), Plain)
+    assert not isinstance(torch.Tensor(data.detach()), Noted)
+    gpu.turn_off()
+    assert "__new__" not in vars(torch.Tensor)
+    assert type(Noted(torch.ones(2), "on the host")) is Noted
+
+
+def test_a_class_that_dispatches_is_asked_what_operators_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(device: str) -> tuple[list[str], str, torch.Size]:
+        monkeypatch.setattr(Dispatching, "seen", [])
+        data = torch.ones(4, 6, device=device).t()
+        made: Any = Dispatching(data)
+        assert (made.device.type, made.stride(), made.dtype) == (device, (1, 6), torch.float32)
+        out = (made @ made.t()).relu().sum(0)
+        assert type(out) is Dispatching
+        return Dispatching.seen, out.inner.device.type, out.shape
+
+    assert run("cuda") == (run("cpu")[0], "cuda", torch.Size([6]))
+
+
+def test_a_class_is_not_asked_before_it_is_made() -> None:
+    """`_make_subclass` calls no function: the object's own attributes come after it."""
+
+    class Told(torch.Tensor):
+        source: torch.Tensor
+
+        def __new__(cls: Any, source: torch.Tensor) -> Any:
+            return cls._make_subclass(cls, source, True)
+
+        def __init__(self, source: torch.Tensor) -> None:
+            self.source = source
+
+        @classmethod
+        def __torch_function__(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            args, kwargs = tree_map(lambda one: one.source if isinstance(one, cls) else one, (args, kwargs or {}))
+            return func(*args, **kwargs)
+
+    data = torch.ones(3, device="cuda")
+    made: Any = Told(data)
+    assert (made + 1).is_cuda
+    assert isinstance(made, Told)

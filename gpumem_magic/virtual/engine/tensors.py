@@ -269,7 +269,10 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
 
     @staticmethod
     def __new__(cls: Any, data: torch.Tensor, requires_grad: bool = True, **kwargs: Any) -> Any:
-        """``type(parameter)(tensor)`` is how libraries make a parameter like another; all others come from `Engine`."""
+        """``type(parameter)(tensor)`` is how libraries make a parameter like another, and a class of the program's makes one of
+        its own so; all others come from `Engine`."""
+        if cls is not VirtualTensor:
+            return torch.Tensor.__new__(vars(cls)[OWN], data)
         return torch.nn.Parameter(data, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

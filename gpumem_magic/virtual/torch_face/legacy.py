@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _default_type(patches: Patches) -> None:
             torch.set_default_device(device)
         plain.undo()
         if device is not None:
-            plain.set(torch.Tensor, "__new__", _new_on_device)
+            plain.set(torch.Tensor, "__new__", staticmethod(_new_on_device(torch.Tensor.__new__)))
         if moved and device is None:
             # In 2.9, `torch.get_default_device` fails after that. The name is the same in 2.9, 2.11, 2.13 and 2.15.
             vars(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())).pop("device_context", None)
@@ -74,11 +75,15 @@ def _default_type(patches: Patches) -> None:
     patches.also_undo(lambda: move(None))
 
 
-def _new_on_device(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def _new_on_device(otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.Tensor(...)`` while a type on CUDA is the default. Kinds of tensors that others derive are made as ever."""
-    if cls is torch.Tensor and not kwargs:
-        return made_as_of_old(args, torch.get_default_dtype(), torch.device("cuda"))
-    return torch._C.TensorBase.__new__(cls, *args, **kwargs)
+
+    def make_new(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.Tensor and not kwargs:
+            return made_as_of_old(args, torch.get_default_dtype(), torch.device("cuda"))
+        return otherwise(cls, *args, **kwargs)
+
+    return make_new
 
 
 def _conversions(patches: Patches) -> None:

@@ -3,8 +3,8 @@ with metadata).
 
 PyTorch makes the former with `Tensor._make_wrapper_subclass`, on the device of what they wrap. A build for the host has nothing
 to ask about ``cuda`` below Python, and its autograd ends the process where it tries. So here, too, C++ is told
-``meta:i``, and Python is told ``cuda:i``. The latter are made by `Tensor.as_subclass` and `Tensor._make_subclass`: C++ gives an
-object a class where it has none yet, and a virtual tensor has one.
+``meta:i``, and Python is told ``cuda:i``. The latter are made by `Tensor.as_subclass`, `Tensor._make_subclass` and by the class
+(``Mine(tensor)``): C++ gives an object a class where it has none yet, and a virtual tensor has one.
 """
 
 from __future__ import annotations
@@ -78,11 +78,23 @@ def install(patches: Patches) -> None:
     def as_subclass(self: Any, cls: Any) -> Any:
         if not isinstance(self, VirtualTensor):
             return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(OWN, cls))
-        tensor = torch.ops.aten.alias.default(self)
-        tensor.__class__ = joined(cls)
-        return tensor
+        return _alias(cls, self)
 
     patches.set(torch.Tensor, "as_subclass", as_subclass)
+    new: Any = torch.Tensor.__new__
+
+    def make_new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        # (``torch.Tensor(x)`` is an alias of its own accord: `legacy_tensor_generic_ctor_new`, torch/csrc/utils/tensor_new.cpp.)
+        if cls is torch.Tensor or len(args) != 1 or not isinstance(args[0], VirtualTensor):
+            return new(cls, *args, **kwargs)
+        if cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+            return _alias(cls, args[0])
+        # What operators do with one of these the class says itself, by what it holds.
+        data = args[0]
+        places = {"storage_offset": data.storage_offset(), "dtype": data.dtype, "layout": data.layout}
+        return make(cls, data.shape, data.stride(), **places, device=data.device, requires_grad=data.requires_grad)
+
+    patches.set(torch.Tensor, "__new__", staticmethod(make_new))
 
 
 @functools.lru_cache(maxsize=64)
@@ -112,13 +124,21 @@ def joined(cls: Any) -> type:
     return made
 
 
+def _alias(cls: Any, tensor: Any) -> Any:
+    """The same tensor, in the program's class, for autograd too."""
+    made = torch.ops.aten.alias.default(tensor)
+    made.__class__ = joined(cls)
+    return made
+
+
 def _as_class(cls: type, data: VirtualTensor, requires_grad: bool = False, **kwargs: Any) -> Any:
     """A tensor of the program's class on the same memory; parameters of quantised layers are made so."""
-    tensor: Any = data.detach()
+    # (C++ asks no function of the class, whose own attributes are not there yet.)
+    tensor: Any = data.detach().requires_grad_(requires_grad)
     tensor.__class__ = joined(cls)
     if issubclass(cls, torch.nn.Parameter):
         tensor._is_param = True
-    return tensor.requires_grad_(requires_grad)
+    return tensor
 
 
 def _teach(patches: Patches, cls: Any) -> None:
