@@ -40,7 +40,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = _compiled.name
 # Nor is anything garbage of what is imported for good.
 gc.disable()
 _modules_looked_at = 0
-_is_heavy = False
+_collected = 0
 # More objects than these, alive behind a collection, are left out of the next ones.
 _HEAVY = 40_000
 # The modules of all tests, by name.
@@ -50,13 +50,13 @@ _of_tests: dict[str, ModuleType] = {}
 def pytest_collection_finish() -> None:
     _of_tests.update({name: module for name, module in sys.modules.items() if name.startswith("test_")})
     gc.enable()
-    gc.callbacks.append(_weigh)
 
 
-def _weigh(phase: str, info: dict[str, int]) -> None:
-    global _is_heavy
-    if phase == "stop" and info["generation"] == 2:
-        _is_heavy = len(gc.get_objects()) > _HEAVY
+def _is_heavy() -> bool:
+    """Whether much is alive that was looked through since it was last asked."""
+    global _collected
+    before, _collected = _collected, gc.get_stats()[2]["collections"]
+    return _collected != before and len(gc.get_objects()) > _HEAVY
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -67,18 +67,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Those of other tests are not loaded, as far as this one knows: each cell that is measured would look there for memory, as in
     the user's own files.
     """
-    global _modules_looked_at, _is_heavy
+    global _modules_looked_at
     here = getattr(getattr(item, "module", None), "__name__", "")
     for name, module in _of_tests.items():
         if name == here:
             sys.modules[name] = module
         elif sys.modules.get(name) is module:
             del sys.modules[name]
-    if _is_heavy or len(sys.modules) > _modules_looked_at + 100:
+    if _is_heavy() or len(sys.modules) > _modules_looked_at + 100:
         _modules_looked_at = len(sys.modules)
         gc.collect()
         gc.freeze()
-        _is_heavy = False
 
 
 # What made the virtual device that a module's tests find on, and that device.
@@ -127,3 +126,13 @@ def _excepthook() -> Iterator[None]:
     before = sys.excepthook
     yield
     sys.excepthook = before
+
+
+@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"])
+def card_with_values(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A virtual GPU with each kind of values in turn; what it is called."""
+    from gpumem_magic.virtual import gpu
+
+    gpu.turn_on(request.param)
+    yield request.param
+    gpu.turn_off()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-
-from gpumem_magic.virtual import gpu
 
 LEAST = -(2**31)
 DIVISIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -26,15 +24,8 @@ DIVISIONS: dict[str, Callable[[Any, Any], Any]] = {
 REMAINDERS = {"%", "fmod", "remainder_", "fmod_", "out"}
 
 
-@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"])
-def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    gpu.turn_on(request.param)
-    yield request.param
-    gpu.turn_off()
-
-
 @pytest.mark.parametrize("name", DIVISIONS)
-def test_the_least_integer_has_a_quotient(device: str, name: str) -> None:
+def test_the_least_integer_has_a_quotient(card_with_values: str, name: str) -> None:
     """By -1 the process ended (`SIGFPE`); on a card it stays the least."""
     divide = DIVISIONS[name]
     expected = [0, 0] if name in REMAINDERS else [LEAST, -5]
@@ -44,7 +35,7 @@ def test_the_least_integer_has_a_quotient(device: str, name: str) -> None:
         assert divide(numbers, 1).shape == divide(numbers, 1).shape == (2,)
         for _ in range(3):
             assert divide(numbers, by).tolist() in (expected, [0, 0])
-    if "real" in device:
+    if "real" in card_with_values:
         assert divide(numbers, -1).tolist() == expected
         longer = numbers.long() * 2**32
         assert divide(longer, -1).tolist()[0] == expected[0] * 2**32
@@ -52,12 +43,12 @@ def test_the_least_integer_has_a_quotient(device: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", DIVISIONS)
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64])
-def test_by_zero_nothing_is_raised(device: str, name: str, dtype: torch.dtype) -> None:
+def test_by_zero_nothing_is_raised(card_with_values: str, name: str, dtype: torch.dtype) -> None:
     numbers, zeros = torch.ones(3, dtype=dtype, device="cuda"), torch.zeros(3, dtype=dtype, device="cuda")
     for by in (zeros, zeros[0], 0):
         assert DIVISIONS[name](numbers, by).shape == (3,)
     assert (4 % zeros).dtype == dtype
-    if "real" in device:
+    if "real" in card_with_values:
         mixed = torch.arange(3, device="cuda").to(dtype)
         assert (torch.full_like(mixed, 5) // mixed).tolist()[1:] == [5, 2]
         assert (torch.full_like(mixed, 5) % mixed).tolist()[1:] == [0, 1]
@@ -65,7 +56,7 @@ def test_by_zero_nothing_is_raised(device: str, name: str, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float32])
 @pytest.mark.parametrize("rounding", ["trunc", "floor"])
-def test_nothing_grows_in_place(device: str, dtype: torch.dtype, rounding: str) -> None:
+def test_nothing_grows_in_place(card_with_values: str, dtype: torch.dtype, rounding: str) -> None:
     """A quotient of known numbers was worked out in memory that nobody had filled, which ended the process."""
     small = torch.ones(10, 1, 5, dtype=dtype, device="cuda")
     with pytest.raises(

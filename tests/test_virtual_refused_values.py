@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from gpumem_magic.virtual import gpu
+pytestmark = pytest.mark.usefixtures("card_with_values")
 
 
 def on_device(*numbers: float, rows: int = 0) -> torch.Tensor:
@@ -86,13 +86,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "invalid max index: 9",
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"], autouse=True)
-def _card(request: pytest.FixtureRequest) -> Iterator[None]:
-    gpu.turn_on(request.param)
-    yield
-    gpu.turn_off()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from gpumem_magic.virtual import gpu
+pytestmark = pytest.mark.usefixtures("card_with_values")
 
 REFUSED: dict[str, Callable[[], torch.Tensor]] = {
     "cholesky": lambda: torch.linalg.cholesky(-torch.eye(3).cuda()),
@@ -17,13 +17,6 @@ REFUSED: dict[str, Callable[[], torch.Tensor]] = {
         (lambda one: -(one @ one.T))(torch.tensor([[1.0, 2.0], [0.0, 3.0]]).cuda())
     ),
 }
-
-
-@pytest.fixture(params=["T4", "T4,values=auto", "T4,values=real"], autouse=True)
-def _card(request: pytest.FixtureRequest) -> Iterator[None]:
-    gpu.turn_on(request.param)
-    yield
-    gpu.turn_off()
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import sys
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import compress, repeat
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from gpumem_magic.looks import tensors
+from gpumem_magic.looks.modules import Remembered
 from gpumem_magic.looks.objects import (
     attribute,
     attributes,
@@ -371,26 +371,23 @@ def is_users_module(module: Any) -> bool:
 # the identities of all that were loaded, in order, the names of the user's among them, and those that were not.
 _loaded: list[int] = []
 _users: list[str] = []
-_others: dict[int, weakref.ref[types.ModuleType]] = {}
+_others: Remembered[bool] = Remembered()
 
 
 def users_modules() -> Iterator[tuple[str, types.ModuleType]]:
     """Those of `is_users_module` that are loaded now, under their names in `sys.modules`."""
-    global _loaded, _users, _others
+    global _loaded, _users
     loaded = list(map(id, sys.modules.values()))
     if loaded != _loaded:
-        found, others = [], {}
+        found = []
         for key, module in items(sys.modules):
-            number = id(module)
-            seen = _others.get(number)
-            # Another may have come in the place of one that is gone.
-            if seen is not None and seen() is module:
-                others[number] = seen
-            elif type(key) is str and is_users_module(module):
+            if type(key) is not str or _others.of(module):
+                continue
+            if is_users_module(module):
                 found.append(key)
             elif is_a(module, types.ModuleType):
-                others[number] = weakref.ref(module)
-        _loaded, _users, _others = loaded, found, others
+                _others.note(module, True)
+        _loaded, _users = loaded, found
     for name in _users:
         module = sys.modules.get(name)
         if module is not None:

@@ -195,17 +195,17 @@ class Cub(NamedTuple):
         widest = max(key, value)
         if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // max(4, widest)):
             return 1
-        copies = (count * key, count * value)
+        copies = (count * key, count * value) if copied else ()
         newest = self._tuned_for >= 90
         if key < 4 and not newest:
-            return blob(self._table_of_counts(key), *(copies if copied else ()))
+            return blob(self._table_of_counts(key), *copies)
         passes = _parts(8 * key if bits is None else bits, _DIGITS_AT_ONCE)
         threads, items = self._sorting(key, value, newest)
         items = max(1, items * 4 // max(4, widest))
         # What is sorted lies in 48 KiB of shared memory.
         threads = min(threads, (49152 // (max(4, widest) * items) + 31) // 32 * 32)
         tiles = _parts(count, threads * items)
-        return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 and copied else ()), passes * 4)
+        return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 else ()), passes * 4)
 
     def _sorting(self, key: int, value: int, newest: bool) -> tuple[int, int]:
         """Threads, and items of four bytes."""

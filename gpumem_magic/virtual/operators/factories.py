@@ -245,12 +245,11 @@ class Factories:
         patches.set(context, "__torch_function__", self._device_context(answer, makers))
         patches.set(torch.utils._device, "_device_constructors", lambda: makers)
         # What Dynamo takes in their place: it knows PyTorch's own, and reads into them.
-        replaced: list[tuple[Any, Any]] = [
-            (context.__torch_function__, answer),
-            (torch.utils._device._device_constructors, asked),
-        ]
-        for placed, read in replaced:
-            placed._torchdynamo_inline = read
+        for changed, called, read in (
+            (context, "__torch_function__", answer),
+            (torch.utils._device, "_device_constructors", asked),
+        ):
+            getattr(changed, called)._torchdynamo_inline = read
 
     @property
     def engine(self) -> Engine:

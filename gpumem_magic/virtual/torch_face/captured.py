@@ -8,7 +8,6 @@ calls CUDA's kernels, of which builds for the host have none: kernels of ours ta
 from __future__ import annotations
 
 import sys
-import weakref
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 
 from gpumem_magic.looks import objects
 from gpumem_magic.looks.code import is_library_file
+from gpumem_magic.looks.modules import Remembered
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.operators.factories import Factories
@@ -101,7 +101,7 @@ def _counts(patches: Patches) -> list[int]:
 
 # Modules of Python's and of installed packages in which no name was found, and how many names each had: they are looked through
 # again once they have more. (One that gives an old name a function of ours later goes on with PyTorch's: see `patching`.)
-_barren: dict[int, tuple[weakref.ref[ModuleType], int]] = {}
+_barren: Remembered[int] = Remembered()
 
 
 def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
@@ -114,15 +114,15 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
     found = False
     for key, module in list(sys.modules.items()):
         names: Any = getattr(module, "__dict__", None)
-        known = _barren.get(id(module))
-        if known is not None and known[0]() is module and known[1] == len(names):
+        barren = _barren.of(module)
+        if barren is not None and barren == len(names):
             continue
         if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic") or type(names) is not dict:
             continue
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
         if looked_for.isdisjoint(map(id, list(names.values()))):
             if type(module) is ModuleType and is_library_file(str(names.get("__file__"))):
-                _barren[id(module)] = weakref.ref(module), len(names)
+                _barren.note(module, len(names))
         else:
             names.update({name: by_id[id(value)][1] for name, value in objects.items(names) if id(value) in by_id})
             found = True
