@@ -298,7 +298,7 @@ def test_what_a_compressed_matrix_gives_gradients_to() -> None:
 
 def test_blocks_have_their_indices_in_32_bits_while_they_multiply() -> None:
     a = torch.eye(4096).to_sparse_bsr((64, 64)).cuda()
-    x = torch.ones(4096, 1, device="cuda")
+    x = torch.ones(4096, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     product = a @ x
@@ -441,3 +441,118 @@ def test_blocks_are_not_taken_apart_into_rows() -> None:
 def test_conjugates_keep_their_places() -> None:
     a = half_full().to(torch.complex64).to_sparse()
     assert made(lambda: torch.conj_physical(a)) == [4 * 8, 4 * 2 * 8]
+
+
+# ---- on an H100 with 2.11, of whose libraries the sizes are known
+
+COLUMNS_OF_A, ROWS_OF_B = torch.tensor([1, 3, 0, 2]), torch.tensor([0, 0, 2, 3, 3])
+
+
+@pytest.fixture
+def h100() -> None:
+    gpu.turn_on("H100,torch=2.11,values=real")
+
+
+def factors() -> tuple[torch.Tensor, torch.Tensor]:
+    """(3, 4) with four elements and (4, 5) with five: of pairs of a column and that row there are 2 + 0 + 1 + 2."""
+    a = torch.sparse_coo_tensor(torch.stack([torch.tensor([0, 0, 1, 2]), COLUMNS_OF_A]), torch.ones(4), (3, 4))
+    b = torch.sparse_coo_tensor(torch.stack([ROWS_OF_B, torch.tensor([0, 4, 1, 1, 2])]), torch.ones(5), (4, 5))
+    return a.coalesce().cuda(), b.coalesce().cuda()
+
+
+def test_a_product_of_two_sparse_matrices_takes_what_its_pairs_of_elements_need(h100: None) -> None:
+    a, b = factors()
+    products = 5
+    rooms = [12 * 4 + 311 + 768, 2 * products * (8 + 4) + 4391 + 768]
+    of_a, of_b = [4 * (3 + 1), 4 * 4, 4 * 4], [4 * (4 + 1), 4 * 5, 4 * 5]
+    count = (a @ b)._nnz()
+    assert count == (a.cpu() @ b.cpu())._nnz()
+    assert made(lambda: a @ b) == [*of_a, *of_b, 4 * (3 + 1), *rooms, 4 * count, 4 * count, 2 * 8 * count]
+    assert torch.equal((a @ b).to_dense().cpu(), a.cpu().to_dense() @ b.cpu().to_dense())
+    # By rows: zeros, a result that grows, and all numbers in 32 bits.
+    rows, columns = a.to_sparse_csr(), b.to_sparse_csr()
+    result = rows @ columns
+    assert (result.layout, result.crow_indices().dtype) == (torch.sparse_csr, torch.int32)
+    assert torch.equal(result.to_dense().cpu(), a.cpu().to_dense() @ b.cpu().to_dense())
+    assert made(lambda: rows @ columns) == [
+        8 * 4, 8, 8 * 4, 4 * 4, 4 * 4, 4 * 5, 4 * 5, 4 * 4, *rooms, 4 * count, 4 * count,
+    ]  # fmt: skip
+    # By columns they become rows first, the right one before the left.
+    by_columns = rows.to_sparse_csc(), columns.to_sparse_csc()
+    product = made(lambda: by_columns[0] @ by_columns[1])
+    turned = [made(lambda one=one: one.to_sparse_csr()) for one in by_columns]
+    assert product[: len(turned[1]) + len(turned[0])] == turned[1] + turned[0]
+    assert product[-2:] == [4 * count, 4 * count]
+
+
+def test_a_product_without_elements_is_zeros(h100: None) -> None:
+    nothing = torch.zeros(3, 3, device="cuda")
+    by_rows, by_places = nothing.to_sparse_csr(), nothing.to_sparse()
+    assert made(lambda: by_rows @ by_rows) == [8 * 4, 8, 8 * 4]
+    assert made(lambda: by_places @ by_places) == [4 * 4, 4 * 4, 4 * 4, 311 + 512]
+
+
+def test_where_the_places_are_not_known_the_elements_are_spread_evenly() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    places = torch.randint(0, 100, (2, 5000), device="cuda")
+    a = torch.sparse_coo_tensor(places, torch.rand(5000, device="cuda"), (100, 100))
+    # 50 elements in each of 100 columns and rows; every place of the result may be taken.
+    blocks = -(-(100 * 50 * 50) // 768)
+    room = 2 * 100 * 50 * 50 * 12 + 4391 + -(-16 * (blocks + 32) // 256) * 256
+    assert made(lambda: a @ a)[-4:] == [room, 4 * 10_000, 4 * 10_000, 2 * 8 * 10_000]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_blocks_are_multiplied_with_the_rows_that_they_need(dtype: torch.dtype, h100: None) -> None:
+    blocks, rows = torch.eye(8).to(dtype).to_sparse_bsr((2, 2)).cuda(), torch.ones(8, 5, device="cuda", dtype=dtype)
+    out = 8 * 5 * dtype.itemsize
+    # Of four blocks: their rows, their products, and where these belong. Half precision is multiplied and added up in float32.
+    of_rows, listed, factors = 4 * 2 * 5, 4 * 2 * 8, 4 * 2 * 2
+    inside = {
+        torch.float32: [of_rows * 4, of_rows * 4, listed],
+        torch.float16: [of_rows * 2, factors * 4, of_rows * 4, of_rows * 4, listed, 8 * 5 * 4],
+        torch.float64: [out, 4 * 5, 4 * 4],
+    }[dtype]
+    assert made(lambda: blocks @ rows) == [out, out, *inside]
+    assert made(lambda: torch.addmm(rows, blocks, rows)) == [out, *inside]
+    assert torch.equal((blocks @ rows).cpu(), rows.cpu())
+
+
+def test_a_triangular_system_by_rows_is_solved_by_cusparse(h100: None) -> None:
+    matrix, right = (torch.eye(16, device="cuda") * 4).to_sparse_csr(), torch.ones(16, 2, device="cuda")
+    assert made(lambda: torch.triangular_solve(right, matrix)) == [128, 2490]
+    assert torch.equal(torch.triangular_solve(right, matrix)[0].cpu(), torch.full((16, 2), 0.25))
+
+
+def test_a_row_of_a_coordinate_tensor_is_looked_for(h100: None) -> None:
+    a = half_full().to_sparse()
+    counted, found = 4, made(lambda: a.to_dense().ne(0).nonzero())[-1]
+    # Two of four elements lie in the first row: which, their values, the dimension that is left, their places.
+    asked = [4, counted, 1, 2 * 8, found, 2 * 4, 2 * 8, 2, counted, 1, 8, found, 2 * 2 * 8, 2 * 8]
+    assert made(lambda: a[0]) == asked
+    assert torch.equal(a[0].to_dense().cpu(), HALF_FULL[0].float())
+    assert torch.equal(a.narrow_copy(0, 1, 2).to_dense().cpu(), HALF_FULL[1:].float())
+
+
+def test_sums_of_coordinates_are_made_one_by_their_places(h100: None) -> None:
+    a = half_full().to_sparse()
+    values, lines = 4 * 4, 4 * 8
+    summed = made(lambda: torch.sparse.sum(a, 1))
+    assert summed[:5] == [values, lines, lines, lines, lines]
+    assert torch.equal(torch.sparse.sum(a, 1).to_dense().cpu(), HALF_FULL.sum(1).float())
+
+
+def test_places_of_one_are_looked_for_among_those_of_the_other(h100: None) -> None:
+    a, b = half_full().to_sparse(), torch.eye(3, 4, device="cuda").to_sparse()
+    # Numbers up to the longer list's length, those of its places, where each of the three begins and how often it is there.
+    assert made(lambda: a * b) == [4 * 8, 4 * 8, 2 * 3 * 8, 8, 2 * 3 * 8, 3 * 4]
+    assert torch.equal((a * b).to_dense().cpu(), HALF_FULL * torch.eye(3, 4))
+    by_rows = a.to_sparse_csr()
+    assert torch.equal((by_rows * by_rows).to_dense().cpu(), HALF_FULL.float())
+    assert made(lambda: by_rows * by_rows)[:3] == [8, 2 * 4 * 8, 2 * 4 * 8]
+    assert made(lambda: a * 2) == [2 * 4 * 8, 4 * 4]
+
+
+def test_a_product_in_half_precision_with_a_vector_is_computed(h100: None) -> None:
+    rows, vector = (torch.eye(4, device="cuda") * 2).half().to_sparse_csr(), torch.ones(4, device="cuda").half()
+    assert torch.equal((rows @ vector).cpu(), torch.full((4,), 2.0).half())

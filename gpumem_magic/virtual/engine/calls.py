@@ -59,14 +59,14 @@ def copies_of(*tensors: Any) -> list[int]:
     return [bytes_of(one) for one in tensors if not one.is_contiguous()]
 
 
-def sparse_layout(args: Any) -> torch.layout | None:
-    """The layout of the first sparse tensor among an operator's arguments; None where there is none."""
+def sparse_layout(args: Any, kind: type = VirtualTensor) -> torch.layout | None:
+    """The layout of the first sparse tensor of that kind among an operator's arguments; None where there is none."""
     for arg in args:
-        if isinstance(arg, VirtualTensor):
-            if arg.layout is not torch.strided:
-                return arg.layout
+        if isinstance(arg, kind):
+            if arg.layout is not torch.strided:  # type: ignore[attr-defined]
+                return arg.layout  # type: ignore[attr-defined,no-any-return]
         elif isinstance(arg, (list, tuple)):
-            found = sparse_layout(arg)
+            found = sparse_layout(arg, kind)
             if found is not None:
                 return found
     return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._decomp import decomposition_table
 
+from gpumem_magic.virtual.engine.calls import sparse_layout
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -146,7 +147,8 @@ def computed(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
     except NotImplementedError as error:
         decomposed = decomposition_table.get(func)
-        if decomposed is not None and func._schema.name not in _OTHERS_IN:
+        # (Those are of dense tensors.)
+        if decomposed is not None and func._schema.name not in _OTHERS_IN and sparse_layout(args, torch.Tensor) is None:
             return decomposed(*args, **kwargs)
         if not _lacks_type(error):
             refuse_to_compute(func, "the host has no kernel for it")

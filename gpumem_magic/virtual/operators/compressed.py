@@ -14,17 +14,21 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import sparse_of
 from gpumem_magic.virtual.engine.engine import COMPRESSED, Engine, special
+from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.refusals import cannot_run
 from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.compressed_parts import IN_BLOCKS, is_compressed, made, parts
 from gpumem_magic.virtual.operators.compressing import flipped
 from gpumem_magic.virtual.operators.data_dependent import _placed
 from gpumem_magic.virtual.operators.shapes import empty_like
-from gpumem_magic.virtual.operators.sparse import hold_for_cusparse
+from gpumem_magic.virtual.operators.sparse_products import by_rows, products_of
 
-_32_BITS = 4
+_32_BITS, _INDEX = 4, 8
 
 _compressed = partial(special, table=COMPRESSED)
 
@@ -88,12 +92,37 @@ def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         left, right = right, left
     old = parts(engine, left)
     if is_compressed(right):
-        # Places that both have: at most as many as the smaller has.
-        count = engine.selected("product of sparse tensors", min(old.elements, parts(engine, right).elements))
-        return made(engine, left.shape, left.dtype, left.layout, count, device, old.values.shape[left.dim() - 1 :])
+        return _product_of_places(engine, func, left, right, device)
     if isinstance(right, torch.Tensor) and right.dim():
         return _like(engine, left, empty_like(engine, old.values, device), device)
     return _like(engine, left, func(old.values, right), device)
+
+
+def _product_of_places(engine: Engine, func: Any, left: Any, right: Any, device: int) -> Any:
+    """By coordinates, into a result without rows that grows (`mul_out_sparse_csr`)."""
+    index, lines = parts(engine, left).compressed.element_size(), parts(engine, left).compressed.numel()
+    if not left.layout is right.layout is torch.sparse_csr:
+        count = engine.selected(
+            "product of sparse tensors", min(parts(engine, left).elements, parts(engine, right).elements)
+        )
+        block = parts(engine, left).values.shape[left.dim() - 1 :]
+        return made(engine, left.shape, left.dtype, left.layout, count, device, block)
+    grown = _placed(engine, (1,), torch.int64, device)
+    with pushed(engine.mode):
+        factors = [_aten._to_sparse.default(one) for one in (left, right)]
+        product = factors[0] * factors[1]
+    elements = product._nnz()
+    with engine.scratch(device, index * lines):
+        compressed = _placed(engine, (lines,), torch.int64, device)
+        del grown
+        engine.table.drain()
+        plain = _placed(engine, (elements,), torch.int64, device)
+        chosen = _placed(engine, (elements,), left.dtype, device)
+    del product
+    engine.table.drain()
+    del factors
+    engine.table.drain()
+    return sparse_of((compressed, plain, chosen), left.shape, torch.sparse_csr)
 
 
 @_compressed(_aten.add.Tensor, _aten.sub.Tensor)
@@ -124,8 +153,8 @@ def _sampled(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     with engine.scratch(device, old.compressed.element_size()):
         compressed = empty_like(engine, old.compressed, device)
     made_of = compressed, empty_like(engine, old.plain, device), empty_like(engine, old.values, device)
-    hold_for_cusparse(engine, device, 1)
-    return sparse_of(made_of, args[0].shape, args[0].layout)
+    with cusparse.held(engine, device, 1):
+        return sparse_of(made_of, args[0].shape, args[0].layout)
 
 
 # ---- dense results
@@ -152,23 +181,28 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         )
     shape = (*left.shape[:-1], *right.shape[-1:]) if right.dim() > 1 else tuple(left.shape[:-1])
     if is_compressed(left) and is_compressed(right):
-        count = engine.selected("product of sparse matrices", math.prod(shape[-2:]))
-        return made(engine, shape, left.dtype, left.layout, count, device)
+        return _product_of_two(engine, left, right, shape, device)
     matrix = left if is_compressed(left) else right
     old = parts(engine, matrix)
     if matrix.layout is torch.sparse_csc and matrix is left:
+        # (`_sparse_csr_mm` begins with it, where nothing is added.)
+        out = _placed(engine, shape, matrix.dtype, device) if len(args) > 2 else None
         matrix = left = flipped(engine, matrix, device)
         old = parts(engine, matrix)
+    else:
+        out = None
+    if matrix.layout is torch.sparse_bsr and matrix is left and right.dim() == 2:
+        return _product_of_blocks(engine, matrix, shape, device, adds=len(args) > 2)
     if matrix.layout in IN_BLOCKS:
-        # `block_sparse_mm` has the indices in 32 bits.
+        # cuSPARSE has the indices in 32 bits.
         held = [_32_BITS * old.compressed.numel(), _32_BITS * old.plain.numel()]
     elif matrix.layout is torch.sparse_csr and matrix is left:
         # (`_sparse_csr_mm` of ``SparseCsrTensorMath.cpp`` adds a product to zeros.)
         zeros = _placed(engine, shape, matrix.dtype, device) if len(args) < 3 and right.dim() == 2 else None
-        out = _placed(engine, shape, matrix.dtype, device)
+        out = _placed(engine, shape, matrix.dtype, device) if out is None else out
         columns = right.shape[1] if right.dim() > 1 else 1
-        hold_for_cusparse(engine, device, cusparse.by_rows(shape[0], old.elements, columns, matrix.dtype))
-        del zeros
+        with cusparse.held(engine, device, cusparse.by_rows(shape[0], old.elements, columns, matrix.dtype)):
+            del zeros
         return out
     elif matrix.layout is torch.sparse_csc and matrix is right:
         held = []
@@ -179,3 +213,75 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     out = _placed(engine, shape, matrix.dtype, device)
     with engine.scratch(device, *held):
         return out
+
+
+def _product_of_two(engine: Engine, left: Any, right: Any, shape: Any, device: int) -> Any:
+    """By rows; what is by columns becomes that first, the right one before the left (`_sparse_csr_mm`)."""
+    if {left.layout, right.layout} <= {torch.sparse_csr, torch.sparse_csc}:
+        products = products_of(_in_each(engine, left, True), _in_each(engine, right, False))
+        if right.layout is torch.sparse_csc:
+            right = flipped(engine, right, device)
+        if left.layout is torch.sparse_csc:
+            left = flipped(engine, left, device)
+        return by_rows(engine, shape, parts(engine, left), parts(engine, right), products, left.dtype, device)
+    count = engine.selected("product of sparse matrices", math.prod(shape[-2:]))
+    return made(engine, shape, left.dtype, left.layout, count, device)
+
+
+def _in_each(engine: Engine, matrix: Any, columns: bool) -> Any:
+    """How many elements each column (row) has, on the host; None where that is not known."""
+    old, lines = parts(engine, matrix), matrix.shape[1 if columns else 0]
+    if columns == (matrix.layout is torch.sparse_csc):
+        begins = values.exact(old.compressed)
+        return None if begins is None else begins.diff()
+    places = values.exact(old.plain)
+    return None if places is None else torch.bincount(places, minlength=lines)
+
+
+# Those whose blocks are multiplied with their rows in one batch (`_compressed_row_strided_addmm_out` in ``SparseBlasImpl.cpp``).
+_AT_ONCE = (torch.float32, *HALF)
+
+
+def _product_of_blocks(engine: Engine, matrix: Any, shape: tuple[int, ...], device: int, adds: bool) -> Any:
+    """With a dense matrix: `block_sparse_mm` in ``SparseBlasImpl.cpp`` (ATen/native/sparse/cuda), as an H100 was asked with 2.11.
+
+    Each block has its rows of the other matrix gathered, and its product added where it belongs; half precision is added up in
+    float32, of which there are copies then. Wider types are cuSPARSE's: a result by columns, and indices of 32 bits.
+    """
+    dtype, old, columns = matrix.dtype, parts(engine, matrix), shape[1]
+    zeros = None if adds else _placed(engine, shape, dtype, device)
+    out = _placed(engine, shape, dtype, device)
+    if dtype not in _AT_ONCE:
+        with engine.scratch(device, out.nbytes, _32_BITS * old.compressed.numel(), _32_BITS * old.plain.numel()):
+            del zeros
+            return out
+    high, wide = old.values.shape[-2:]
+    gathered, multiplied = old.elements * wide * columns, old.elements * high * columns
+    item, sums = dtype.itemsize, accumulator(dtype).itemsize
+    listed = old.elements * high * _INDEX
+    if item == sums:
+        with engine.scratch(device, gathered * item, multiplied * item, listed):
+            del zeros
+            return out
+    factors = old.values.numel() * sums
+    with engine.scratch(device, gathered * item):
+        with engine.scratch(device, factors, gathered * sums):
+            products = _placed(engine, (multiplied,), accumulator(dtype), device)
+        with engine.scratch(device, listed, out.numel() * sums):
+            pass
+        del products
+        engine.table.drain()
+    del zeros
+    return out
+
+
+@_compressed(_aten.triangular_solve.default)
+def _solved(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """By cuSPARSE; the matrix is not copied (`triangular_solve_out_sparse_csr`)."""
+    refuse_mixed_devices(func, args, kwargs)
+    right, matrix = args[:2]
+    if not is_compressed(matrix) or is_compressed(right):
+        raise cannot_run(func, "for a sparse right side")
+    out = _placed(engine, tuple(right.shape), right.dtype, device)
+    with cusparse.held(engine, device, cusparse.by_solving(matrix.shape[0], out.nbytes)):
+        return out, _placed(engine, (0,), right.dtype, device)

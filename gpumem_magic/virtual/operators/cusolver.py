@@ -81,7 +81,7 @@ def geev(rows: int, item: int) -> int:
     (before, fewer), (last, elements) = _GEEV[-2:]
     if rows > last:
         return (elements + (elements - fewer) * (rows - last) // (last - before)) * item
-    return _between(_GEEV, rows) * item
+    return between(_GEEV, rows) * item
 
 
 def sytrf(rows: int, item: int) -> int:
@@ -91,10 +91,10 @@ def sytrf(rows: int, item: int) -> int:
 def eigh(rows: int, batch: int, item: int, is_float: bool) -> list[int]:
     """One after the other: small ones of a batch at once, those of float32 by Jacobi's way up to 512 rows."""
     if batch > 1 and rows <= _SMALL:
-        return [batch * _between(_SYEVD, rows) * item]
+        return [batch * between(_SYEVD, rows) * item]
     if is_float and _SMALL <= rows <= 512:
         return [*repeat(_syevj(rows) * item, batch)]
-    return [*repeat(_between(_SYEVD, rows) * item + _HEAD, batch)]
+    return [*repeat(between(_SYEVD, rows) * item + _HEAD, batch)]
 
 
 def _syevj(rows: int) -> int:
@@ -108,7 +108,7 @@ def gesvdj(rows: int, columns: int, item: int) -> int:
     if max(rows, columns) <= _SMALL:
         return _SMALLEST_GESVDJ * item
     if rows == columns:
-        return _between(_GESVDJ, rows) * item
+        return between(_GESVDJ, rows) * item
     few = min(rows, columns)
     # A wide matrix is turned first.
     turned = round_up(rows * columns, 32) if rows < columns else 0
@@ -135,7 +135,7 @@ def _reflections(columns: int) -> int:
     return (max(columns, 256) + 512) * 1024 + 32
 
 
-def _between(table: Sequence[tuple[int, int]], rows: int) -> int:
+def between(table: Sequence[tuple[int, int]], rows: int) -> int:
     """By the line between two sizes; beyond the last by the square."""
     place = bisect_left(table, (rows, 0))
     if place == len(table):

@@ -8,7 +8,6 @@ the largest possible otherwise. After `SparseCUDATensorMath.cu`, `SparseCUDATens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,14 +15,16 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.calls import sparse_of
+from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of
 from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.cub import cub_of
-from gpumem_magic.virtual.operators.data_dependent import _blank, _placed
+from gpumem_magic.virtual.operators.data_dependent import _blank, _placed, found_among
 from gpumem_magic.virtual.operators.gradients_that_meet import may_be_stolen
 from gpumem_magic.virtual.operators.shapes import empty_like
+from gpumem_magic.virtual.operators.sparse_products import by_coordinates
 
 _INDEX_BYTES = 8
 
@@ -111,26 +112,24 @@ def _check_pair(func: Any, args: Any, kwargs: Any) -> None:
 # ---- the same places, other values
 
 
-def _same_places(*, indices: bool, coalesced: bool | None = None) -> Callable[..., Any]:
-    """A handler for operators that keep the places. indices: whether the kernel copies those too."""
-
-    def handler(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-        source = args[0]
-        old = parts(engine, source)
-        values = func(old.values, *args[1:], **kwargs)
-        places = empty_like(engine, old.indices, device) if indices else old.indices
-        return join(places, values, source.shape, source.is_coalesced() if coalesced is None else coalesced)
-
-    return handler
-
-
-_sparse(
+@_sparse(
     *overloads("""
     neg abs sqrt sin sinh tan tanh asin atan expm1 log1p sgn sign relu isnan isinf floor ceil round trunc erf rad2deg deg2rad
-    pow.Tensor_Scalar _conj_physical
+    _conj_physical
 """)
-)(_same_places(indices=True))
-_scaled = _same_places(indices=False)
+)
+def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    old = parts(engine, args[0])
+    values = func(old.values, *args[1:], **kwargs)
+    return join(empty_like(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
+
+
+@_sparse(_aten.pow.Tensor_Scalar)
+def _by_a_number(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The places first (`pow_out_sparse_scalar`, `div_out_sparse_zerodim`)."""
+    old = parts(engine, args[0])
+    places = empty_like(engine, old.indices, device)
+    return join(places, func(old.values, *args[1:], **kwargs), args[0].shape, args[0].is_coalesced())
 
 
 @_sparse(*overloads("clone _sparse_softmax _sparse_log_softmax"))
@@ -160,15 +159,44 @@ def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     if not is_sparse(left):
         left, right = right, left
     if is_sparse(right):
-        # Places that both have: at most as many as the smaller has.
-        count = engine.selected(
-            "product of sparse tensors", min(parts(engine, left).elements, parts(engine, right).elements)
-        )
-        return _made(engine, left, left.shape, count, device)
+        return _product_of_places(engine, left, right, device)
+    old = parts(engine, left)
     if isinstance(right, torch.Tensor) and right.dim():
-        old = parts(engine, left)
-        return join(old.indices, empty_like(engine, old.values, device), left.shape, left.is_coalesced())
-    return _scaled(engine, func, (left, right), kwargs, device)
+        # What the other has at these places (`_mul_dense_sparse_out`).
+        with engine.scratch(device, bytes_of(old.values)):
+            places = empty_like(engine, old.indices, device)
+            return join(places, empty_like(engine, old.values, device), left.shape, left.is_coalesced())
+    return _by_a_number(engine, func, (left, right), kwargs, device)
+
+
+def _product_of_places(engine: Engine, left: Any, right: Any, device: int) -> Any:
+    """Each place of one tensor is looked for among the other's, and stays in the result in any case.
+
+    ``SparseBinaryOpIntersectionCommon.h``: looked through is the one of which each place is there once, or the larger one.
+    """
+    if left.is_coalesced() != right.is_coalesced():
+        among, source = (left, right) if left.is_coalesced() else (right, left)
+    else:
+        is_larger = parts(engine, left).elements >= parts(engine, right).elements
+        among, source = (left, right) if is_larger else (right, left)
+    old, listed = parts(engine, source), parts(engine, among).elements
+    if not (old.elements and listed):
+        return _made(engine, left, left.shape, 0, device)
+    longest = max(old.elements, listed) * _INDEX_BYTES
+    with engine.scratch(device, longest):
+        numbers = _placed(engine, (listed,), torch.int64, device)
+        order = None
+        if not among.is_coalesced():
+            with pushed(engine.mode):
+                order = numbers.sort()
+        with engine.scratch(device, 2 * old.elements * _INDEX_BYTES):
+            with engine.scratch(device, _INDEX_BYTES):
+                pass
+            places = empty_like(engine, old.indices, device)
+            made = empty_like(engine, old.values, device)
+        del order, numbers
+        engine.table.drain()
+    return join(places, made, left.shape, source.is_coalesced())
 
 
 @_sparse(_aten.add.Tensor, _aten.sub.Tensor)
@@ -180,7 +208,11 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if not (is_sparse(left) and is_sparse(right)):
         return empty_like(engine, right if is_sparse(left) else left, device)
     count = parts(engine, left).elements + parts(engine, right).elements
-    made = _made(engine, left, left.shape, count, device, sure=False)
+    # What is not added once is multiplied first.
+    factor = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
+    is_scaled = func is _aten.sub.Tensor or factor != 1
+    with engine.scratch(device, bytes_of(parts(engine, right).values) if is_scaled else 0):
+        made = _made(engine, left, left.shape, count, device, sure=False)
     return _aten._coalesce.default(made) if count > left.numel() else made
 
 
@@ -226,14 +258,27 @@ def _turned(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         return join(indices, values, shape, False)
 
 
-@_sparse(_aten.permute.default, _aten.unsqueeze.default)
+@_sparse(_aten.permute.default)
 def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]
     shape = func(torch.empty(source.shape, device="meta"), *args[1:], **kwargs).shape
     old = parts(engine, source)
-    dims = old.dims + (len(shape) - source.dim())
-    indices = _placed(engine, (dims, old.elements), torch.int64, device)
-    return join(indices, empty_like(engine, old.values, device), shape, False)
+    return join(empty_like(engine, old.indices, device), empty_like(engine, old.values, device), shape, False)
+
+
+@_sparse(_aten.unsqueeze.default)
+def _with_a_dimension(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The values are the same memory; zeros are put among the places (`unsqueeze_sparse` in ``TensorShape.cpp``)."""
+    source, dim = args
+    shape = list(source.shape)
+    shape.insert(dim % (source.dim() + 1), 1)
+    old = parts(engine, source)
+    dim %= source.dim() + 1
+    if dim > old.dims:
+        return join(old.indices, old.values.unsqueeze(dim - old.dims + 1), shape, source.is_coalesced())
+    with engine.scratch(device, old.elements * _INDEX_BYTES):
+        indices = _placed(engine, (old.dims + 1, old.elements), torch.int64, device)
+    return join(indices, old.values, shape, source.is_coalesced())
 
 
 @_sparse(_aten._coalesce.default)
@@ -274,21 +319,73 @@ def _stack(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     return torch.cat([tensor.unsqueeze(dim) for tensor in tensors], dim)
 
 
-@_sparse(_aten.select.int, _aten.index_select.default)
+def _flags(engine: Engine, shape: tuple[int, ...], device: int) -> Any:
+    return _blank(engine, shape, torch.bool, device)
+
+
+@_sparse(_aten.select.int)
 def _selected(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The places in one row are looked for, and so are the dimensions that are left (`select_sparse` in ``TensorShape.cpp``)."""
+    source, dim, which = args
+    dim %= source.dim()
+    old = parts(engine, source)
+    shape = [size for place, size in enumerate(source.shape) if place != dim]
+    if dim >= old.dims:
+        values = empty_like(engine, old.values.select(dim - old.dims + 1, which), device)
+        return join(old.indices, values, shape, source.is_coalesced()) if old.dims else values
+    count, left = engine.selected("selection from a sparse tensor", old.elements), old.dims - 1
+    if not left:
+        return _placed(engine, tuple(shape), source.dtype, device)
+    with engine.scratch(device, old.elements):
+        places = found_among(engine, device, _flags(engine, (old.elements,), device), count)
+    values = _placed(engine, (count, *old.values.shape[1:]), source.dtype, device)
+    with engine.scratch(device, old.dims * _INDEX_BYTES, old.dims):
+        dims = found_among(engine, device, _flags(engine, (old.dims,), device), left)
+    with engine.scratch(device, old.dims * count * _INDEX_BYTES):
+        indices = _placed(engine, (left, count), torch.int64, device)
+    del dims
+    engine.table.drain()
+    del places
+    engine.table.drain()
+    return join(indices, values, shape, source.is_coalesced())
+
+
+@_sparse(_aten.narrow_copy.default)
+def _narrowed(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The elements between two places, which are looked for twice: with their places, and with their values
+    (`narrow_copy_sparse` in ``TensorShape.cpp``)."""
+    source, dim, _, length = args
+    dim %= source.dim()
+    old = parts(engine, source)
+    shape = list(source.shape)
+    shape[dim] = length
+    if dim >= old.dims:
+        values = empty_like(engine, old.values.narrow(dim - old.dims + 1, 0, length), device)
+        return join(old.indices, values, shape, source.is_coalesced())
+    count = engine.selected("selection from a sparse tensor", old.elements)
+    with engine.scratch(device, old.elements, old.elements):
+        mask = _placed(engine, (old.elements,), torch.bool, device)
+    with engine.scratch(device, old.dims * old.elements):
+        chosen = found_among(engine, device, _flags(engine, (old.dims, old.elements), device), old.dims * count)
+    indices = _placed(engine, (old.dims, count), torch.int64, device)
+    del chosen
+    engine.table.drain()
+    places = found_among(engine, device, mask, count)
+    values = _placed(engine, (count, *old.values.shape[1:]), source.dtype, device)
+    del places
+    engine.table.drain()
+    del mask
+    engine.table.drain()
+    return join(indices, values, shape, source.is_coalesced())
+
+
+@_sparse(_aten.index_select.default)
+def _chosen(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, dim, which = args[:3]
     shape = list(source.shape)
-    old = parts(engine, source)
-    dims = old.dims
-    if func is _aten.select.int:
-        del shape[dim]
-        dims -= 1
-    else:
-        shape[dim] = which.numel()
-    count = engine.selected("selection from a sparse tensor", old.elements)
-    if not dims:
-        return _placed(engine, tuple(shape), source.dtype, device)
-    return _made(engine, source, shape, count, device, dims=dims)
+    shape[dim] = which.numel()
+    count = engine.selected("selection from a sparse tensor", parts(engine, source).elements)
+    return _made(engine, source, shape, count, device)
 
 
 @_sparse(_aten.sparse_mask.default, _aten._sparse_mask_projection.default)
@@ -332,20 +429,15 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         )
     shape = (*left.shape[:-1], *right.shape[-1:]) if right.dim() > 1 else tuple(left.shape[:-1])
     if is_sparse(left) and is_sparse(right):
-        return _made(engine, left, shape, engine.selected("product of sparse matrices", math.prod(shape)), device)
-    if is_sparse(left) and left.dim() == right.dim() == 2:
+        made = by_coordinates(engine, shape, parts(engine, left), parts(engine, right), left.shape[1], device)
+        return join(*made, shape, True)
+    if is_sparse(left) and left.dim() == 2 and right.dim() < 3:
         return _product_with_dense(engine, left, shape, device, adds=len(args) > 2)
     sparse = left if is_sparse(left) else right
     # cuSPARSE takes rows in compressed form, with numbers of 32 bits.
     listed = 4 * (sparse.shape[-2] + 1 + parts(engine, sparse).elements)
     with engine.scratch(device, listed):
         return _dense(engine, shape, sparse.dtype, device)
-
-
-def hold_for_cusparse(engine: Engine, device: int, size: int) -> None:
-    if cusparse.is_known(engine.memory.capability(device), engine.memory.torch_version(device)):
-        with engine.scratch(device, size):
-            pass
 
 
 def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], device: int, adds: bool) -> Any:
@@ -363,7 +455,8 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
             pass
         with engine.scratch(device, 4 * elements, result.nbytes):
             columns = shape[1] if len(shape) > 1 else 1
-            hold_for_cusparse(engine, device, cusparse.by_coordinates(elements, columns, left.dtype))
+            with cusparse.held(engine, device, cusparse.by_coordinates(elements, columns, left.dtype)):
+                pass
     del ordered
     engine.table.drain()
     del added
@@ -378,11 +471,15 @@ def _to_one(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 @_sparse(_aten._sparse_sum.dim)
 def _sum_of_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The values are copied (or summed), and so are the places in what is left of the dimensions; then each is made one
+    (``SparseTensorMath.cpp``)."""
     source, dims = args[0], {dim % args[0].dim() for dim in args[1]}
     old = parts(engine, source)
     shape = [size for dim, size in enumerate(source.shape) if dim not in dims]
     left = sum(dim not in dims for dim in range(old.dims))
     if not left:
         return _dense(engine, shape, source.dtype, device)
-    count = min(engine.selected("sum of a sparse tensor", old.elements), _places(shape, left))
-    return _made(engine, source, shape, count, device, dims=left)
+    inner = [size for dim, size in enumerate(source.shape) if dim >= old.dims and dim not in dims]
+    values = _placed(engine, (old.elements, *inner), source.dtype, device)
+    indices = _placed(engine, (left, old.elements), torch.int64, device)
+    return _coalesce(engine, _aten._coalesce.default, (join(indices, values, shape, False),), {}, device)
