@@ -42,12 +42,29 @@ def test_what_was_there_before_a_loop_is_of_no_iteration(book: Notebook) -> None
 
 def test_an_error_of_another_kind_is_told_before_memory_and_small_memory_not_at_all(book: Notebook) -> None:
     small = answer(book, "a = mib(4)\nimport nobody_has_this_module")
-    assert small == "ModuleNotFoundError at line 3; memory did not run out. At most 4.0 MiB were allocated."
+    missing = "No module named 'nobody_has_this_module'"
+    assert small == f"ModuleNotFoundError at line 3: {missing}. Memory did not run out. At most 4.0 MiB were allocated."
     large = answer(book, "a = mib(400)\nimport nobody_has_this_module")
-    assert large.startswith("ModuleNotFoundError at line 3; memory did not run out. Of 400 MiB at the peak, ")
-    assert answer(book, "import nobody_has_this_module") == "ModuleNotFoundError at line 2."
+    assert large.startswith(
+        f"ModuleNotFoundError at line 3: {missing}. Memory did not run out. Of 400 MiB at the peak, "
+    )
+    assert answer(book, "import nobody_has_this_module") == f"ModuleNotFoundError at line 2: {missing}."
     library = answer(book, "a = mib(400)\nraise RuntimeError('CUBLAS_STATUS_ALLOC_FAILED')")
-    assert library.startswith("RuntimeError at line 3. Of 400 MiB at the peak, ")
+    assert library.startswith("RuntimeError at line 3: CUBLAS_STATUS_ALLOC_FAILED. Of 400 MiB at the peak, ")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("KeyError('images')", "KeyError at line 3: 'images'. Memory did not run out. "),
+        ("RuntimeError('`a` is\\n\\tnot `b`.')", "RuntimeError at line 3: 'a' is not 'b'. Memory did not run out. "),
+        ("ValueError()", "ValueError at line 3. Memory did not run out. "),
+        ("ValueError('word ' * 100)", f"ValueError at line 3: {'word ' * 27}… Memory did not run out. "),
+        ("KeyboardInterrupt('now')", "KeyboardInterrupt at line 3. "),
+    ],
+)
+def test_an_errors_own_words_are_in_the_headline(book: Notebook, raised: str, said: str) -> None:
+    assert answer(book, f"a = mib(4)\nraise {raised}").startswith(f"{said}At most 4.0 MiB")
 
 
 def test_a_few_numbers_are_next_to_nothing(book: Notebook) -> None:

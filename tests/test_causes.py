@@ -470,7 +470,37 @@ CACHE = (
     "    llm = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=256, intermediate_size=64, num_hidden_layers=2,\n"
     "        num_attention_heads=4)).eval()\nids = torch.randint(0, 64, (64, 512), device='cuda')\ncache = DynamicCache()"
 )
+# A cache that takes what is left, as serving engines do; the first in one function, the other by way of a second one.
+ROOM = """
+class Engine(nn.Module):
+    def allocate(self, share):
+        free, total = torch.cuda.mem_get_info()
+        self.blocks = int(free * share) // (1 << 20)
+        self.kv_cache = torch.empty(2, self.blocks, 1 << 18, dtype=torch.half, device="cuda")
+    def blocks_left(self, share):
+        free = torch.cuda.mem_get_info()[0]
+        return int(free * share) // (1 << 20)
+    def allocate_after(self, share):
+        size = self.blocks_left(share)
+        self.kv_cache = torch.empty(2, size, 1 << 18, dtype=torch.half, device="cuda")
+    def allocate_so_many(self, size):
+        print(torch.cuda.mem_get_info())
+        self.kv_cache = torch.empty(2, size, 1 << 18, dtype=torch.half, device="cuda")
+"""
 GUILTY += [
+    Case(
+        "key_value_cache",
+        (ROOM, "engine = Engine()\nengine.allocate(0.9)"),
+        "`free, total = torch.cuda.mem_get_info()`",
+        "T4",
+    ),
+    Case(
+        "key_value_cache",
+        (ROOM, "engine = Engine()\nengine.allocate_after(0.9)"),
+        "`free = torch.cuda.mem_get_info()[0]`",
+        "T4",
+    ),
+    Case("key_value_cache", (ROOM, "engine = Engine()\nengine.allocate_so_many(64)"), "A smaller batch", "T4"),
     Case(
         "data_on_device",
         (
@@ -1138,6 +1168,15 @@ GUILTY += [
     Case(
         "wasted_gradients", (GAN, GAN_STEP.format(detached="", again="G(z)")), "before `opt_d.step()` goes on into `G`"
     ),
+    # The generator's layers have the shapes of the discriminator's.
+    Case(
+        "wasted_gradients",
+        (
+            GAN.replace("net(512, 4)", "nn.Linear(512, 512).cuda()").replace("64", "512").replace("512", "2048"),
+            GAN_STEP.format(detached="", again="G(z)"),
+        ),
+        "before `opt_d.step()` goes on into `G`",
+    ),
     Case(
         "steady",
         (TRAIN, "for _ in range(4):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()"),
@@ -1594,7 +1633,10 @@ def test_a_model_that_failed_before_it_came_to_train_needs_no_smaller_weights() 
     with notebook("virtual:2GiB") as book:
         book.cell("model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()")
         report = book.measured("model(torch.ones(1, 5).cuda())")
-        assert report.answer.startswith("RuntimeError at line 2; memory did not run out. Of 128 MiB at the peak, ")
+        assert report.answer.startswith(
+            "RuntimeError at line 2: mat1 and mat2 shapes cannot be multiplied (1x5 and 2048x2048). "
+            "Memory did not run out. Of 128 MiB at the peak, "
+        )
         assert "wide_inference" not in names(report)
 
 

@@ -220,7 +220,9 @@ def test_an_error_names_module_and_operator(cell: str, module: str, operator: st
             last = last.parts[-1]
         assert last.label == (f"{module}, {operator}" if operator else module)
         assert last.allocated == row.allocated
-        assert f"It failed in `{module}`{f', at {operator}' if operator else ''}." in " ".join(str(report).split())
+        assert f"It failed in the forward of `{module}`{f', calling `{operator}`' if operator else ''}." in " ".join(
+            str(report).split()
+        )
         assert Report.from_dict(report.to_dict()) == report
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.machinery
 import sys
+import types
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -501,3 +503,18 @@ def test_parameters_that_wrap_others_are_where_the_others_are(machine: Any) -> N
     inside = {(0, one.data_ptr()) for one in (namespace["both"].a, namespace["both"].b)}
     assert find_owners(machine, namespace).optimizers == {"optimizer": frozenset(inside)}
     assert inside == {(one.device, one.address) for one in find_owners(machine, namespace).held}
+
+
+def test_a_module_made_by_hand_is_the_users(machine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose names `exec` filled has no file; a library's without a file is a library's."""
+    tools, inner, odd = types.ModuleType("tools"), types.ModuleType("numpy.made_here"), types.ModuleType("odd")
+    odd.__spec__ = importlib.machinery.ModuleSpec("odd", importlib.machinery.BuiltinImporter)
+    for module in (tools, inner, odd):
+        exec("history = []", module.__dict__)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace = ran("import tools\ntools.history.append(mib(3))")
+    inner.history.append(torch.empty(2 << 18, device="cuda"))
+    odd.history.append(torch.empty(1 << 18, device="cuda"))
+    holdings = find_owners(machine, namespace)
+    assert places(holdings)["tools.history[0]"] == 3 * MIB
+    assert not [place for place in places(holdings) if "made_here" in place or "odd" in place]

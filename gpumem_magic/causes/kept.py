@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.model import Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
+from gpumem_magic.causes.sized import asked_for_room
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.failure import failed_request
@@ -180,6 +181,16 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
             f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} still keeps {human(size_of(cached))} in "
             f"{counted(len(cached), 'tensor')} while the model is trained, which needs none of it.",
             f"Let go of it when the generation has ended{'' if place is None else f' (`{place} = None`, and so on)'}.",
+            size_of(cached),
+        )
+        return
+    room = asked_for_room(scene, max(cached, key=lambda one: one.size))
+    if room is not None:
+        yield Cause(
+            "key_value_cache",
+            f"The key-value cache{'' if place is None else f' {quoted(place)}'} keeps {human(size_of(cached))} in "
+            f"{counted(len(cached), 'tensor')}, as the room that was left allowed ({room.words}, `{room.shown}`).",
+            "Take a smaller share there where other tensors need more: the cache then has room for fewer positions.",
             size_of(cached),
         )
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
@@ -174,8 +175,11 @@ def wasted_gradients(scene: Scene) -> Iterator[Cause]:
                 requested,
                 map(requested, weights),
             )
-            ours = partnered(lost, requested, map(requested, known[step.label]))
             others = [one for one in made if one not in lost]
+            # (A generator's layers may have the shapes of its discriminator's.)
+            theirs = Counter(map(requested, known[step.label]))
+            theirs.subtract(map(requested, partnered(others, requested, theirs.elements())))
+            ours = partnered(lost, requested, (+theirs).elements())
             first = min((one.born for one in lost), default=-1)
             if 10 * size_of(lost) < 9 * size_of(weights) or 2 * size_of(ours) >= size_of(lost):
                 continue

@@ -357,14 +357,26 @@ def _is_users(kind: type) -> bool:
 
 
 def is_users_module(module: Any) -> bool:
-    """Whether a module is the notebook's or a file of the user's own, and not of Python or of an installed package."""
-    name = text(attribute(module, "__name__")).partition(".")[0] if is_a(module, types.ModuleType) else ""
+    """Whether a module is the notebook's, a file of the user's or made by hand, and not of Python or of an installed package."""
+    full = text(attribute(module, "__name__")) if is_a(module, types.ModuleType) else ""
+    name = full.partition(".")[0]
     if name == "__main__":
         return True
     if not name or name in sys.stdlib_module_names or name in MACHINERY or name == "torch":
         return False
     file = text(attribute(module, "__file__"))
-    return bool(file) and not any(part in file for part in _PACKAGES)
+    if file:
+        return not any(part in file for part in _PACKAGES)
+    return (
+        type(module) is types.ModuleType
+        and _is_made_by_hand(module)
+        and (full == name or is_users_module(sys.modules.get(name)))
+    )
+
+
+def _is_made_by_hand(module: types.ModuleType) -> bool:
+    """Whether no loader made it: ``types.ModuleType(...)``, whose names ``exec`` fills. Its lines are of no file."""
+    return attribute(module, "__spec__") is None and attribute(module, "__loader__") is None
 
 
 # Thousands of modules are not the user's; looked at for each cell, they would cost more than all else. So each is looked at once:

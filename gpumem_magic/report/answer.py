@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.recording.model import OPTIMIZER, StandIn
-from gpumem_magic.report.failure import error_in_words, failed_request, failed_row, is_of_memory
+from gpumem_magic.report.failure import error_in_words, failed_request, failed_row, is_of_memory, named_error
 from gpumem_magic.report.filling import MOST, in_words
 from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row
 from gpumem_magic.report.tensors import all_groups
@@ -168,7 +168,7 @@ def _composed(
     size, on = amount(report.peak.allocated), _on(report)
     if error is not None:
         if not report.peak.allocated:
-            return f"{error.type}{error.at}."
+            return named_error(error)
         sentences.append(error_in_words(error))
         if report.peak.allocated < _TAKEN_AT_ONCE and not told and not is_of_memory(error):
             return " ".join([*sentences, f"At most {size} were allocated{on}.", *_other_devices(report.devices)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from itertools import pairwise
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION, FailedRequest, cause_of, is_small
@@ -12,6 +13,10 @@ from gpumem_magic.snapshot.timeline import Timeline
 
 # What errors of CUDA's libraries say where they got no memory: CUBLAS_STATUS_ALLOC_FAILED, cudaErrorMemoryAllocation.
 _OF_MEMORY = ("memory", "alloc")
+# What ends a program without a reason to tell.
+_ENDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
+# Characters of an error's own words in a headline.
+_WORDS = 160
 
 
 def failed_row(report: ReportData) -> Row | None:
@@ -58,11 +63,18 @@ def is_of_memory(error: ReportError) -> bool:
 
 
 def error_in_words(error: ReportError) -> str:
-    """An error of another kind as a sentence: ``KeyError at line 5; memory did not run out.``"""
+    """An error of another kind in sentences: ``KeyError at line 5: 'images'. Memory did not run out.``"""
     kind = error.type.rpartition(".")[2]
     # (Who interrupts a program asks for no reason.)
-    beside = "" if is_of_memory(error) or not kind.endswith(("Error", "Exception")) else "; memory did not run out"
-    return f"{error.type}{error.at}{beside}."
+    beside = "" if is_of_memory(error) or not kind.endswith(("Error", "Exception")) else " Memory did not run out."
+    return f"{named_error(error)}{beside}"
+
+
+def named_error(error: ReportError) -> str:
+    """An error's kind, place and own words, cut where they are long."""
+    said = "" if error.type in _ENDS else " ".join(error.message.replace("`", "'").split())
+    whole = f"{error.type}{error.at}{': ' if said else ''}{said.rstrip('.')}"
+    return f"{whole}." if len(said) <= _WORDS else textwrap.shorten(whole, _WORDS, placeholder=" …")
 
 
 def failed_requests(recording: Recording, device: int) -> list[tuple[Checkpoint, int, int]]:

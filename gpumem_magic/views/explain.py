@@ -187,9 +187,8 @@ def _failing_place(report: ReportData) -> str:
     error = report.error
     if error is None or not error.module:
         return ""
-    return (
-        f"It failed in `{error.module}`, at {error.operator}." if error.operator else f"It failed in `{error.module}`."
-    )
+    called = f", calling `{error.operator}`" if error.operator else ""
+    return f"It failed in the forward of `{error.module}`{called}."
 
 
 def _retries(report: ReportData) -> str:
