@@ -66,6 +66,17 @@ OPERATORS: dict[str, Operator] = {
     "product": lambda x, y: x.double().flatten(1) @ y.double().flatten(1).t(),
     "cumulated": lambda x, _: x.cumsum(0),
     "sorted": lambda x, _: x.sort(),
+    "times itself": lambda x, _: x * x,
+    "reversed with itself": lambda x, _: torch.rsub(x, x),
+    "picked by a list": lambda x, _: x[[0, 0]],
+    "picked by two lists": lambda x, _: x[[0, 0], [0, 0]],
+    "sent": lambda x, _: x.cpu().clone().to(x.device),
+    "sent, its columns": lambda x, _: x.cpu().transpose(0, -1).clone().to(x.device),
+    "of values": lambda x, _: torch.tensor([[1, 2]], device=x.device),
+    "written by a list": lambda x, y: (x.__setitem__(torch.tensor([0], device=x.device), y[:1]), x)[1],
+    "written by two lists": lambda x, y: (x.__setitem__(([0], [0]), y[0, :1]), x)[1],
+    "written by a mask": lambda x, y: (x.__setitem__(x == x, y.flatten()), x)[1],
+    "a part written by a list": lambda x, y: (x[:1].__setitem__(torch.tensor([0], device=x.device), y[:1]), x)[1],
     "picked": lambda x, _: x[torch.tensor([0, 0], device=x.device)],
     "masked": lambda x, y: x.masked_fill(x > y, 0),
     "each": lambda x, y: torch._foreach_add([x, y], 1.0 if x.is_floating_point() else 1),
@@ -95,6 +106,7 @@ def the_long_way() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "again", lambda *_: None)
         patch.setattr(RealEngine, "_met_again", lambda *_: NotImplemented)
+        patch.setattr(RealEngine, "sent", lambda *_: NotImplemented)
         patch.setattr(FunctionCalls, "looks", lambda *_: None)
         yield
 
@@ -373,10 +385,82 @@ def test_a_function_goes_to_its_operator_at_once_from_the_second_time_on(
         [1.0] * 4,
         [0.0] * 4,
     ]
-    # (Where both are one tensor, nothing was learnt of which is which, but it is known by now.)
+    # (Where both are one tensor, it is known by now which is which.)
     assert at_once.count(torch.ops.aten.sub.Tensor) == 2
     assert [torch.sub(y, x).tolist(), torch.sub(x, y, alpha=2).tolist()] == [[1.0] * 4, [-3.0] * 4]
     assert at_once.count(torch.ops.aten.sub.Tensor) == 3
+
+
+def test_a_tensor_with_itself_is_a_call_of_its_own(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    """Which of the two is which is known of others alone."""
+    x, y = torch.full((4,), 3.0, device="cuda"), torch.full((4,), 2.0, device="cuda")
+    assert [torch.rsub(x, x).tolist() for _ in range(6)] == [[0.0] * 4] * 6
+    assert at_once.count(torch.ops.aten.rsub.Tensor) == 5
+    assert [torch.rsub(x, y).tolist(), torch.rsub(x, y).tolist()] == [[-1.0] * 4] * 2
+    assert at_once.count(torch.ops.aten.rsub.Tensor) == 6
+
+
+def test_rows_are_written_at_once(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:
+    x, rows = torch.zeros(4, 2, device="cuda"), torch.tensor([1, 3], device="cuda")
+    for turn in range(3):
+        before = x._version
+        x[rows] = torch.full((2, 2), turn + 1.0, device="cuda")
+        assert (x._version, x.tolist()) == (before + 1, [[0.0] * 2, [turn + 1.0] * 2] * 2)
+        assert at_once.count(torch.ops.aten.index_put_.default) == turn
+    with pytest.raises(IndexError):
+        x[rows + 3] = torch.ones(2, 2, device="cuda")
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        x[rows] = torch.ones(3, 2, device="cuda")
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        # (The places are sorted, in memory of their own.)
+        torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        x[rows] = x[:2].clone()
+        assert torch.cuda.max_memory_allocated() > allocated + 1024
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+    source = torch.ones(2, 2, device="cuda", requires_grad=True)
+    x[rows] = source
+    x.sum().backward()
+    assert source.grad is not None
+    assert source.grad.tolist() == [[1.0] * 2] * 2
+
+
+def test_what_is_sent_to_the_device_is_a_copy(machine: gpu.VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bool] = []
+    send = RealEngine.sent
+
+    def spy(self: RealEngine, *call: Any) -> Any:
+        made = send(self, *call)
+        sent.append(made is not NotImplemented)
+        return made
+
+    monkeypatch.setattr(RealEngine, "sent", spy)
+    host = torch.arange(4.0)
+    there = host.to("cuda")
+    host.zero_()
+    assert (there.tolist(), there._version, there.is_leaf) == ([0.0, 1.0, 2.0, 3.0], 0, True)
+    there.add_(1)
+    assert host.tolist() == [0.0] * 4
+    assert sent == [True]
+    # Autograd, modes, logs and tensors that lie otherwise take the ordinary way.
+    tracked = host.clone().requires_grad_()
+    tracked.to("cuda").sum().backward()
+    assert tracked.grad is not None
+    with Seen() as mode:
+        host.to("cuda")
+    assert torch.ops.aten._to_copy.default in mode.seen
+    host.view(2, 2).t().to("cuda")
+    with torch.inference_mode():
+        assert host.to("cuda").is_inference()
+    log = machine.devices[0].start_log()
+    host.to("cuda")
+    assert "alloc" in [event.action for event in log.stop().events]
+    assert sent == [True, False, False, False, True, False]
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(1).expand(1 << 33).to("cuda")
 
 
 def test_what_is_made_like_another_tensor_goes_at_once_too(machine: gpu.VirtualMachine, at_once: list[Any]) -> None:

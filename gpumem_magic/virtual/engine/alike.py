@@ -183,13 +183,13 @@ class AlikeCalls:
                     return False
             elif kind is _DEVICE and (arg.index is not None or arg.type == "cpu"):
                 key.append(arg)
-            elif hosts and (kind is torch.Tensor or kind is FakeTensor) and self._is_plain_host(arg):
+            elif hosts and (kind is torch.Tensor or kind is FakeTensor) and self.is_plain_host(arg):
                 key += (kind, arg.shape, arg.stride(), arg.dtype)
             else:
                 return False
         return True
 
-    def _is_plain_host(self, tensor: Any) -> bool:
+    def is_plain_host(self, tensor: Any) -> bool:
         """Whether the fake mode makes of a host tensor what its shape, strides and type say; or has done so."""
         is_on_host = tensor.fake_device.type == "cpu" if type(tensor) is FakeTensor else tensor.is_cpu
         return (

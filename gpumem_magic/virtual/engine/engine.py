@@ -87,6 +87,7 @@ from gpumem_magic.virtual.engine.modes import (
     HostlessFakeMode,
     OperatorMode,
     answer_device,
+    cuda,
     made_plainly,
     pushed,
     unseen,
@@ -269,7 +270,7 @@ class Engine:
 
         maker: the name of the factory that made it."""
         with torch._C.DisableTorchFunctionSubclass():
-            tensor = self.alike.around(meta, torch.device("cuda", device))
+            tensor = self.alike.around(meta, cuda(device))
             self.table.drain()
             self._adopt(tensor.untyped_storage(), device, tensor, maker)
         return tensor
@@ -279,7 +280,7 @@ class Engine:
         if both compute."""
         meta = made_plainly(torch.empty, (nbytes,), dtype=torch.uint8, device=META)
         with self.lock, torch._C.DisableTorchFunctionSubclass():
-            storage = self.alike.around(meta, torch.device("cuda", device)).untyped_storage()
+            storage = self.alike.around(meta, cuda(device)).untyped_storage()
             self.table.borrow(storage, device, twin, address)
             return storage
 
@@ -332,6 +333,11 @@ class Engine:
 
     def at_once(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What a function gives where that is found out at once; NotImplemented where it is to go the ordinary way."""
+        return NotImplemented
+
+    def sent(self, host: torch.Tensor, device: int) -> Any:
+        """A copy of a host tensor on a device, where nothing else is to be done; NotImplemented where it is to go the ordinary
+        way."""
         return NotImplemented
 
     def otherwise(self, func: Any, args: Any) -> Any:

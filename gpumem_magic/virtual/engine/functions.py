@@ -22,6 +22,8 @@ _MOST = 20_000
 # So many calls that came down to something else, and a function is not looked at any more; after one that did not, so many.
 _ENOUGH, _ENOUGH_OF_SOME = 4, 100
 _COPY = _aten._to_copy.default
+# Of a call with two arguments that are one tensor.
+_TWO, _SAME = 2, "same"
 
 
 class Heard(NamedTuple):
@@ -135,9 +137,12 @@ class FunctionCalls:
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...]) -> Shortcut | HostCopy | ViewCall | None:
+    def found(self, looks: tuple[Any, ...], args: Any) -> Shortcut | HostCopy | ViewCall | None:
         """What is known of a call that looks so."""
-        return self._found.get(looks)
+        found = self._found.get(looks)
+        if found is None and len(args) == _TWO and args[0] is args[1]:
+            found = self._found.get((*looks, _SAME))
+        return found
 
     def learn(
         self,
@@ -153,6 +158,9 @@ class FunctionCalls:
         """A function has run these operators, and returned that. plain: whether the first may be run anew past C++; views:
         whether it does nothing but look at a tensor."""
         way: Shortcut | HostCopy | ViewCall | None = None
+        if len(args) == _TWO and args[0] is args[1]:
+            # (``x * x``: which of the two is which is not known, and is of no matter while they are one.)
+            looks = (*looks, _SAME)
         if len(heard) == 1:
             way = self._copy(args, heard[0], out)
             if way is None and plain:
@@ -208,9 +216,10 @@ class FunctionCalls:
         given = (*args, *kwargs.values())
         flat = _flat(given)
         places: dict[int, int] = {}
+        same = len(args) == _TWO and args[0] is args[1]
         for number, one in enumerate(flat):
             if isinstance(one, torch.Tensor):
-                if id(one) in places:
+                if id(one) in places and not (same and number == 1):
                     # (Which of the two an operator's argument was is not known.)
                     return None
                 places[id(one)] = number

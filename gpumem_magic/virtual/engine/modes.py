@@ -30,6 +30,7 @@ _Made = TypeVar("_Made")
 
 META = torch.device("meta")
 _NUMBERED: dict[int, torch.device] = {}
+_CUDA: dict[int, torch.device] = {}
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
@@ -61,6 +62,22 @@ class ThreadState(threading.local):
 STATE = ThreadState()
 
 
+def cuda(index: int) -> torch.device:
+    """``cuda:index``. (While a virtual device is on, `torch.device` is something slower.)"""
+    found = _CUDA.get(index)
+    if found is None:
+        found = _CUDA[index] = torch.device("cuda", index)
+    return found
+
+
+def numbered(index: int) -> torch.device:
+    """``meta:index``, which is what C++ is told of ``cuda:index``."""
+    found = _NUMBERED.get(index)
+    if found is None:
+        found = _NUMBERED[index] = torch.device("meta", index)
+    return found
+
+
 def is_ours(device: Any) -> bool:
     """Whether a device as C++ names it (a meta device with a number) is one of the virtual ones."""
     return device is not None and device.type == "meta" and device.index is not None
@@ -72,7 +89,7 @@ def cuda_for_meta(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     device = kwargs.get("device")
     if device is not None and device.type == "meta":
         index = STATE.last_device if device.index is None else device.index
-        kwargs["device"] = torch.device("cuda", index)
+        kwargs["device"] = cuda(index)
     return kwargs
 
 
@@ -95,11 +112,7 @@ def answer_device(tensor: Any) -> torch.device:
     """What C++ is told when it asks for the device of a virtual tensor."""
     if STATE.in_kernel:
         return META
-    index = tensor.fake_device.index
-    found = _NUMBERED.get(index)
-    if found is None:
-        found = _NUMBERED[index] = torch.device("meta", index)
-    return found
+    return numbered(tensor.fake_device.index)
 
 
 class HostlessFakeMode(FakeTensorMode):

@@ -51,6 +51,10 @@ class DeviceRandom:
             shared = torch.default_generator.get_state()
             self._own = [own if own is None or not own.get_state().equal(shared) else None for own in self._own]
 
+    def is_shared(self, device: int) -> bool:
+        """Whether the device draws from the host's generator."""
+        return self._own[device] is None
+
     @contextmanager
     def drawing(self, device: int) -> Iterator[None]:
         """Inside, what is drawn on the host without a generator of the program's own comes from the device's."""

@@ -43,13 +43,14 @@ from gpumem_magic.virtual.engine.host_calls import (
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory, HostMemoryFull
 from gpumem_magic.virtual.engine.memory import Memory
-from gpumem_magic.virtual.engine.modes import STATE, pushed, seen_by_others, undisturbed
+from gpumem_magic.virtual.engine.modes import META, STATE, cuda, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
 
+_TO_COPY = _aten._to_copy.default
 _READ = _aten._local_scalar_dense.default
 _CPU = torch.device("cpu")
 # C++'s own, past what is put in its place while a device is on.
@@ -122,7 +123,7 @@ class RealEngine(ComputingEngine):
             looks = functions.looks(func, args, kwargs)
             if looks is None:
                 return NotImplemented
-            shortcut = functions.found(looks)
+            shortcut = functions.found(looks, args)
             if shortcut is not None:
                 with self.uninterrupted, self.lock:
                     if isinstance(shortcut, Shortcut):
@@ -132,6 +133,27 @@ class RealEngine(ComputingEngine):
                     return self._copied(shortcut, args)
         with self.uninterrupted:
             return self._listened(looks, func, args, kwargs or {})
+
+    def sent(self, host: torch.Tensor, device: int) -> Any:
+        """As `_to_copy` has it of a tensor that lies plainly."""
+        if STATE.depth or STATE.heard is not None or not undisturbed() or seen_by_others():
+            return NotImplemented
+        with self.uninterrupted, self.lock, no_functions():
+            if not self._is_free() or self._under_way is not None or self.table.holds_overwritten:
+                return NotImplemented
+            if type(host) is not torch.Tensor or host.is_quantized or not self.alike.is_plain_host(host):
+                return NotImplemented
+            if not host.is_contiguous():
+                return NotImplemented
+            if self.memory.is_recorded(device) or kernel_rules.for_operator(_TO_COPY) is not None:
+                return NotImplemented
+            self._begin(device)
+            meta = _empty_strided(host.size(), host.stride(), dtype=host.dtype, device=META)
+            made = self.alike.around(meta, cuda(device))
+            self.table.place(made.untyped_storage(), device, node_now())
+            self.computed += 1
+            self.twins.keep(made, host.clone(), ())
+            return made
 
     def _read_at_once(self, function: Any, tensor: Any) -> Any:
         """The number that a function reads from the device; NotImplemented where more than that may count."""

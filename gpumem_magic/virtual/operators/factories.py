@@ -26,9 +26,11 @@ from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
     aside,
+    cuda,
     has_others,
     is_ours,
     made_plainly,
+    numbered,
     origin,
     pushed,
     untraced,
@@ -64,6 +66,7 @@ _transforms = torch._C._are_functorch_transforms_active
 
 # While a virtual device is on, the name `torch.device` stands for something slower.
 _DEVICE = torch.device
+_CPU = torch.device("cpu")
 
 
 _NUMBERS_AND_KINDS = {
@@ -267,7 +270,7 @@ class Factories:
         if not self.traces or torch._C._get_dispatch_mode(_FAKE) is None:
             return None
         index = self._index(device)
-        return None if index is None else torch.device("meta", index)
+        return None if index is None else numbered(index)
 
     def _index(self, device: Any) -> int | None:
         if device is None:
@@ -346,9 +349,9 @@ class Factories:
         through = _transforms() or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
         if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin(self._origin()), pushed(self._engine.mode):
-                return original(*args, **{**kwargs, "device": torch.device("meta", index)})
+                return original(*args, **{**kwargs, "device": numbered(index)})
         kwargs.pop("pin_memory", None)
-        on_host = {**kwargs, "device": torch.device("cpu"), "requires_grad": False}
+        on_host = {**kwargs, "device": _CPU, "requires_grad": False}
         kwargs = {**kwargs, "device": META}
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
         meta = self._meta(original, args, kwargs)
@@ -405,7 +408,7 @@ class Factories:
                 if traced is None:
                     return original(*args, **kwargs)
                 requires_grad = kwargs.pop("requires_grad", False)
-                made = original(*args, **{**kwargs, "device": torch.device("cpu")}).to(traced)
+                made = original(*args, **{**kwargs, "device": _CPU}).to(traced)
                 return made.requires_grad_() if requires_grad else made
             return self.from_values(original, index, args, kwargs)
 
@@ -443,7 +446,7 @@ class Factories:
                     return _unchecked(original, args, kwargs)
                 return original(*args, **kwargs)
             del kwargs["device"]
-            target = torch.device("cuda", index)
+            target = cuda(index)
             if not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
                 tracked = kwargs.pop("requires_grad", False)
                 made = original(*args, **kwargs).to(target)
@@ -463,15 +466,15 @@ class Factories:
         if isinstance(data, VirtualTensor):
             if kwargs.get("device") is not None and index is None:
                 return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
-            target = data.device if index is None else torch.device("cuda", index)
+            target = data.device if index is None else cuda(index)
             if getattr(original, "__name__", "") in ("as_tensor", "asarray"):
                 return data.to(target, dtype or data.dtype)
             return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
         host_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_RESULT}
-        host = original(*args, **host_kwargs, device=torch.device("cpu"))
+        host = original(*args, **host_kwargs, device=_CPU)
         if index is None:
             return host.requires_grad_(requires_grad) if requires_grad else host
-        made = host.to(torch.device("cuda", index))
+        made = host.to(cuda(index))
         if requires_grad:
             with aside():
                 return made.detach().requires_grad_(True)
@@ -521,9 +524,13 @@ class Factories:
             if self.layout is torch.jagged:
                 return jagged.moved(self, index, args, kwargs)
             if self.is_nested:
-                return nested_tensors.from_host(self, torch.device("cuda", index), args, kwargs)
+                return nested_tensors.from_host(self, cuda(index), args, kwargs)
+            if not kwargs and len(args) == 1:
+                made = factories._engine.sent(self, index)
+                if made is not NotImplemented:
+                    return made
             # Not cuda:i: C++ would initialise CUDA, and remember for good that it has.
-            device = torch.device("meta", index)
+            device = numbered(index)
             if args:
                 args = (device, *args[1:])
             else:

@@ -20,6 +20,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, index_lists
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
@@ -371,7 +372,19 @@ def _hold_ends(engine: Engine, device: int, copied: int) -> None:
                     pass
 
 
-@special(*overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"))
+def _writes_plainly(engine: Engine, args: Any, kwargs: Any) -> bool:
+    """Whether nothing is held beside the result: nothing is added up, and the lists, of 64 bits and on the device, lie alike."""
+    if STATE.backward or kwargs or len(args) > 3 or torch.are_deterministic_algorithms_enabled():
+        return False
+    indices = [index for index in args[1] if index is not None]
+    if not isinstance(args[2], VirtualTensor) or not indices:
+        return False
+    if not all(isinstance(index, VirtualTensor) and index.dtype is torch.int64 for index in indices):
+        return False
+    return len(indices) == 1 or not index_lists.bytes_laid_out([index_lists.lie_of(index) for index in indices])
+
+
+@special(*overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"), plain=_writes_plainly)
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
     index_lists.refuse_other_masks(target, indices, engine.assumed)
