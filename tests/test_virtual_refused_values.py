@@ -53,6 +53,20 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "Number of elements of source",
     ),
     "negative count": (lambda: torch.bincount(on_device(-1, 2)), RuntimeError, "non-negative"),
+    "an end without end": (lambda: torch.histc(unknown(4), 4, 0, float("inf")), RuntimeError, r"\[0, inf\] is not finite"),
+    "ends the wrong way": (lambda: torch.histc(unknown(4), 4, 3, 1), RuntimeError, "max must be larger than min"),
+    "no bins": (lambda: torch.histc(unknown(4), 0), RuntimeError, "bins must be > 0"),
+    "infinite values": (lambda: torch.histc(on_device(1.0, float("inf"))), RuntimeError, r"\[1, inf\] is not finite"),
+    "segments that are too short": (
+        lambda: torch.segment_reduce(unknown(6), "sum", lengths=on_device(2, 3)),
+        RuntimeError,
+        "Expected all rows of lengths",
+    ),
+    "negative segment": (
+        lambda: torch.segment_reduce(unknown(6), "sum", lengths=on_device(-2, 8)),
+        RuntimeError,
+        "lengths contains negative value",
+    ),
     "negative repeats": (
         lambda: unknown(2).repeat_interleave(on_device(1, -1)),
         RuntimeError,
@@ -106,6 +120,9 @@ def test_what_is_in_bounds_or_ignored_raises_nothing() -> None:
     assert torch.bernoulli(on_device(0.0, 1.0)).shape == (2,)
     assert torch.empty(2, device="cuda").fill_(7.0).bernoulli_(0.5).shape == (2,)
     assert F.embedding(on_device(0, 9), unknown(10, 8)).shape == (2, 8)
+    assert torch.histc(unknown(4), 5, -1, 1).shape == torch.histc(on_device(1.0, 1.0), 5).shape == (5,)
+    assert torch.segment_reduce(unknown(6), "sum", lengths=on_device(2, 4)).shape == (2,)
+    assert torch.segment_reduce(unknown(6), "sum", lengths=on_device(2, 3), unsafe=True).shape == (2,)
 
 
 def test_values_that_nobody_knows_raise_nothing() -> None:

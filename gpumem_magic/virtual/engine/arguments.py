@@ -4,6 +4,7 @@ types that do not go together. A program that a card would stop is stopped here,
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import isfinite
 from typing import Any
 
 from gpumem_magic.private import overloads
@@ -75,6 +76,23 @@ def _complex(first: Any, second: Any) -> None:
 def _gradient_of_loss(gradient: Any, tensor: Any, target: Any, *_: Any) -> None:
     """``BinaryOps.cpp`` and ``PointwiseOps.cpp``."""
     refuse_other_types(tensor, target)
+
+
+@_of("histc histc.out")
+def _histc(tensor: Any, bins: int = 100, min: float = 0, max: float = 0, **_: Any) -> None:
+    """`histc_select_outer_bin_edges` in ``Histogram.cpp``, `_histc_cuda_template` in ``SummaryOps.cu``."""
+    if bins <= 0:
+        raise RuntimeError(f"torch.histogram(): bins must be > 0, but got {bins} for dimension 0")
+    error = refused_range(min, max)
+    if error is not None:
+        raise error
+
+
+def refused_range(lowest: float, highest: float) -> Exception | None:
+    """What is said of the ends of a histogram. (Where they are equal, the values have others.)"""
+    if not (isfinite(lowest) and isfinite(highest)):
+        return RuntimeError(f"torch.histc: range of [{lowest:g}, {highest:g}] is not finite")
+    return RuntimeError("torch.histc: max must be larger than min") if lowest > highest else None
 
 
 @_of("bucketize.Tensor")

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.virtual.engine.arguments import refused_range
 from gpumem_magic.virtual.engine.rule_book import RuleBook
 
 # The values of an argument on the host where they are known for sure and not too many to look at; None where they are not.
@@ -144,6 +145,30 @@ def _as_many(values: Values, given: Mapping[str, Any]) -> Exception | None:
 def _counted(values: Values, given: Mapping[str, Any]) -> Exception | None:
     wrong = _first_outside(values(given["self"]), 0, math.inf)
     return None if wrong is None else RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+
+
+@_for("histc")
+def _ends(values: Values, given: Mapping[str, Any]) -> Exception | None:
+    """Without ends of its own a histogram's are those of the values."""
+    known = None if given["min"] != given["max"] else values(given["self"])
+    if known is None or not known.numel() or not known.is_floating_point():
+        return None
+    lowest, highest = known.aminmax()
+    return refused_range(float(lowest), float(highest))
+
+
+@_for("segment_reduce")
+def _segments(values: Values, given: Mapping[str, Any]) -> Exception | None:
+    lengths = None if given["unsafe"] or given["lengths"] is None else values(given["lengths"])
+    if lengths is None:
+        return None
+    if _any(lengths < 0):
+        return RuntimeError("lengths contains negative value!")
+    if not _any(lengths.sum(-1) != given["data"].shape[lengths.dim() - 1]):
+        return None
+    return RuntimeError(
+        "segment_reduce(): Expected all rows of lengths along axis to sum to data.size(lengths.dim()-1) when !unsafe."
+    )
 
 
 @_for("repeat_interleave")
