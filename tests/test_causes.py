@@ -1423,6 +1423,20 @@ GUILTY += [
         ('big = torch.randn(16 << 20, device="cuda")', "loss = nn.functional.mse_loss(big, big)\ny = loss + 1"),
         "`loss` (line 2, `loss = nn.functional.mse_loss(big, big)`) is one number, and keeps 64.0 MiB",
     ),
+    # Of an earlier cell, which nobody saw make it: not a view.
+    Case(
+        "pinned_by_view",
+        (
+            'big = torch.rand(16 << 20, device="cuda")\nloss = nn.functional.binary_cross_entropy(big, big)\ndel big',
+            "y = loss + 1",
+        ),
+        "is 4 B of the 64.0 MiB that it keeps: it was cut out of a larger tensor, or an operator made it in the size of its input",
+    ),
+    Case(
+        "pinned_by_view",
+        ('big = torch.rand(16 << 20, device="cuda")\nfirst = [big[0].detach()]\ndel big', "y = first[0] + 1"),
+        "it was cut out of a larger tensor, or",
+    ),
 ]
 GUILTY += [
     Case(

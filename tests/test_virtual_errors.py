@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -534,3 +535,39 @@ def test_an_operator_without_a_shape_rule_says_which_and_what_to_do() -> None:
         torch.ops.aten._transform_bias_rescale_qkv(zeros(2, 3, 12), zeros(12), 2)
     assert "aten._transform_bias_rescale_qkv" in str(caught.value)
     assert "Run this line on the host" in str(caught.value)
+
+
+# ---- what C++ warns of
+
+
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is shown of warnings, on a device that is turned on behind it: (message, category, file, line, ...)."""
+    found: list[Any] = []
+    gpu.turn_off()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        monkeypatch.setattr(warnings, "showwarning", lambda *said: found.append(said))
+        gpu.turn_on("virtual:1GiB")
+        torch.set_warn_always(True)
+        yield found
+        torch.set_warn_always(False)
+        gpu.turn_off()
+
+
+def test_it_is_said_at_the_programs_line(shown: list[Any]) -> None:
+    def reversed_twice(x: torch.Tensor) -> torch.Tensor:
+        return x.T
+
+    x = zeros(2, 3, 4)
+    reversed_twice(x)
+    ((message, category, file, line, *_),) = shown
+    assert category is UserWarning
+    assert "The use of `x.T`" in str(message)
+    assert (file, line) == (__file__, reversed_twice.__code__.co_firstlineno + 1)
+
+
+def test_what_the_program_warns_of_itself_stays_where_it_was(shown: list[Any]) -> None:
+    warnings.warn("mine", RuntimeWarning, stacklevel=1)
+    ((message, category, file, *_),) = shown
+    assert (str(message), category, file) == ("mine", RuntimeWarning, __file__)

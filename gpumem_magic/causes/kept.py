@@ -16,7 +16,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 # Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
-_SHRUNK = frozenset({"mse_loss", "smooth_l1_loss"})
+_SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 _CACHE = "transformers.cache_utils.Cache"
 
 
@@ -96,7 +96,7 @@ def copied_weights(scene: Scene) -> Iterator[Cause]:
 
 
 def pinned_by_view(scene: Scene) -> Iterator[Cause]:
-    """A view of a small part keeps all of the tensor that it was taken from."""
+    """A view of a small part keeps all of the tensor that it was taken from, and a result that was shrunk what it was."""
     views = [
         one for one in scene.held if is_part(one) and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
     ]
@@ -119,12 +119,20 @@ def pinned_by_view(scene: Scene) -> Iterator[Cause]:
                 freed - seen,
             )
             return
-        verb = "are views" if several else "is a view"
-        whole = "the tensors that they were taken from" if several else "the tensor that it was taken from"
+        all_of = human(size_of(spot.held))
+        if all(one.viewed for one in spot.held):
+            verb = "are views" if several else "is a view"
+            whole = "the tensors that they were taken from" if several else "the tensor that it was taken from"
+            said = f"{verb} of {human(seen)} and keep{'' if several else 's'} all of {whole}: {all_of}."
+        else:
+            are, keep, they, them = ("are", "keep", "they were", "them") if several else ("is", "keeps", "it was", "it")
+            said = (
+                f"{are} {human(seen)} of the {all_of} that {they.split()[0]} {keep}: {they} cut out of a larger tensor, or an "
+                f"operator made {them} in the size of its input and did not give back the rest."
+            )
         yield Cause(
             "pinned_by_view",
-            f"{quoted(spot.place)}{several}{at} {verb} of {human(seen)} and keep{'' if several else 's'} all of {whole}: "
-            f"{human(size_of(spot.held))}.",
+            f"{quoted(spot.place)}{several}{at} {said}",
             f"With `.clone()` it keeps its own numbers only, which frees {human(freed - seen)}.",
             freed - seen,
         )

@@ -168,6 +168,7 @@ def _read(
                 tensors.shape(tensor),
                 layers.of(namer.path(node)) if kind == "graph" else "",
                 _seen(walk.objects[number] for number in walk.tensors[node]),
+                all(tensors.is_view(walk.objects[number]) for number in walk.tensors[node]),
                 stations.to(namer.path(node)),
             )
         )

@@ -3,10 +3,13 @@ Python's shows that one is."""
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import sys
 import threading
 import warnings
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -28,6 +31,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks, ctc
 from gpumem_magic.virtual.operators.convolution_layouts import layout_of
 
+_OWN = str(Path(__file__).parents[2]) + os.sep
 # NumPy's words: ``numpy/_core/src/umath/extobj.c`` and ``numpy/_core/_methods.py``, the same from 1.26 to 2.4.
 _OF_NUMBERS = re.compile(r"(?:invalid value|divide by zero|overflow) encountered in |Mean of empty slice")
 # Those of `torch.lobpcg` that are run.
@@ -40,12 +44,48 @@ _MAY_BE_ZEROS = (
 
 def install(patches: Patches, engine: Engine) -> None:
     """Where the engine computes, tensors on the devices have values, which may be looked at."""
-    for step in (_profiler, _ctc_loss, _devices_of_modules, _devices_in_transforms, _convolution_formats, _signals):
+    steps = (
+        _profiler,
+        _ctc_loss,
+        _devices_of_modules,
+        _devices_in_transforms,
+        _convolution_formats,
+        _signals,
+        _places_of_warnings,
+    )
+    for step in steps:
         patches.attempt(step)
     if not engine.computes:
         for step in (_distributions, _checks_of_values, checks.install):
             patches.attempt(step)
         patches.attempt(_warnings_of_numbers, engine.reads)
+
+
+def _places_of_warnings(patches: Patches) -> None:
+    """What C++ warns of is said at the innermost line of Python, as without a virtual GPU: not at ours, which runs its operators."""
+    original = warnings.showwarning
+
+    def show(
+        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
+    ) -> None:
+        if filename.startswith(_OWN):
+            filename, lineno = _line_outside(filename, lineno)
+            line = None
+        original(message, category, filename, lineno, file, line)
+
+    patches.set(warnings, "showwarning", show)
+
+
+def _line_outside(filename: str, lineno: int) -> tuple[str, int]:
+    """(file name, line) of the innermost frame that is not ours; these, where there is none."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals is not vars(warnings) and not frame.f_code.co_filename.startswith(_OWN):
+            return frame.f_code.co_filename, frame.f_lineno or 0
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return filename, lineno
 
 
 def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
