@@ -40,6 +40,19 @@ def test_what_was_there_before_a_loop_is_of_no_iteration(book: Notebook) -> None
     assert "Peak at `b = mib(n + 1)` in iteration 3, line 4 (all but 3.0 MiB of it since line 2)." in said
 
 
+@pytest.mark.parametrize("code", ["import math", "for n in range(3):\n    a.shape"])
+def test_a_cell_that_allocates_nothing_says_so(book: Notebook, code: str) -> None:
+    with book.forgetting():
+        book.measured("a = mib(400)")
+        said = book.measured(code).answer
+        assert said.startswith("Nothing was added to the 400 MiB from before: 400 MiB are ")
+        assert "Peak at" not in said
+        failed = book.measured(f"{code}\nnobody").answer
+        assert "name 'nobody' is not defined. Memory did not run out. Nothing was added to the 400 MiB from" in failed
+        assert "Nothing was added" not in book.measured("b = mib(1)\ndel b").answer
+        assert book.measured("del a").answer.endswith("Peak at the start.")
+
+
 def test_an_error_of_another_kind_is_told_before_memory_and_small_memory_not_at_all(book: Notebook) -> None:
     small = answer(book, "a = mib(4)\nimport nobody_has_this_module")
     missing = "No module named 'nobody_has_this_module'"

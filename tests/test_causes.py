@@ -1430,7 +1430,7 @@ GUILTY += [
             'big = torch.rand(16 << 20, device="cuda")\nloss = nn.functional.binary_cross_entropy(big, big)\ndel big',
             "y = loss + 1",
         ),
-        "is 4 B of the 64.0 MiB that it keeps: it was cut out of a larger tensor, or an operator made it in the size of its input",
+        "is 4 B of the 64.0 MiB that it keeps: it was cut out of a larger tensor, or an operator made it in the size of its",
     ),
     Case(
         "pinned_by_view",

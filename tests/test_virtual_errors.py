@@ -519,13 +519,14 @@ def test_wrong_shapes_are_refused_in_the_words_that_host_and_device_share(way: C
 
 
 def test_a_device_number_that_there_is_not() -> None:
-    for way in (
-        lambda: zeros(3, device="cuda:2"),
-        lambda: torch.zeros(3).to("cuda:7"),
-        lambda: torch.cuda.set_device(2),
+    for way, wanted in (
+        (lambda: zeros(3, device="cuda:2"), 3),
+        (lambda: torch.zeros(3).to("cuda:7"), 8),
+        (lambda: torch.cuda.set_device(2), 3),
     ):
-        with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
             way()
+        assert f"has 2 devices and no cuda:{wanted - 1}; with `{wanted}x` before its name" in str(caught.value)
     with pytest.raises(AssertionError, match="Invalid device id"):
         torch.cuda.get_device_name(5)
 

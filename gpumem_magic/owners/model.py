@@ -64,7 +64,7 @@ class Held:
     node: its number in the graph, -1 for memory that no object holds. dtype and shape: of the largest tensor that was seen on it.
     layer: of a graph's, the layer that saved it, or whose output the saving operation works on; "" where that is not known.
     seen: bytes of it that the tensors on it cover, counted once where two are the same view; 0 where no tensor was seen.
-    viewed: whether all tensors that were seen on it are known to be views (of `detach()`'s results and inference's it is not known).
+    viewed: whether all tensors that were seen on it are known to be views (of what `detach()` gives that is not known).
     trail: the objects on the way to it, from the root's own on; of a graph's, up to the tensor that keeps the graph.
     """
 

@@ -176,11 +176,23 @@ def _composed(
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
         sentences += [*told, f"Peak {size}{on}{where}."]
+    elif _added_nothing(report):
+        # (Where that was is no question.)
+        said = f"Nothing was added to the {size} from before{on}: {words}."
+        sentences += [*told, said] if leads else [said, *told]
     else:
         said = f"Of {size} at the peak{on}, {words}."
         sentences += [*told, said] if leads else [said, *told]
-    sentences += [f"Peak{where}."] if words and where else []
+        sentences += [f"Peak{where}."] if where else []
     return " ".join([*sentences, *_other_devices(report.devices)])
+
+
+def _added_nothing(report: ReportData) -> bool:
+    """Whether as much was allocated all the time as before the cell."""
+    rows = report.checkpoints
+    if not rows or rows[0].kind != "before":
+        return False
+    return all(report.peak.allocated == row.allocated for row in rows)
 
 
 def _other_devices(devices: Sequence[ReportData]) -> Iterator[str]:

@@ -398,7 +398,7 @@ class Engine:
         if self.closed_because:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:
-            refuse_device(device)
+            refuse_device(device, self.device_count)
         if get_eval_frame_callback() is not None:
             return self._unseen(func, args, kwargs, device)
         if torch._C._get_tracing_state() is not None:

@@ -6,6 +6,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from gpumem_magic.units import counted
+
 
 class CannotRun(NotImplementedError):
     """An operator that cannot be emulated."""
@@ -32,10 +34,11 @@ def is_foreign(func: Any) -> bool:
     return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
 
 
-def refuse_device(index: int) -> NoReturn:
-    """The error that CUDA raises for a device number that there is not."""
+def refuse_device(index: int, count: int) -> NoReturn:
+    """The error that CUDA raises for a number that no device has, and how to have that device. count: how many there are."""
+    more = f"; with `{index + 1}x` before its name, as in `{index + 1}xT4`, it has {index + 1}" if index >= 0 else ""
     raise torch.AcceleratorError(  # what 2.8 and newer raise
-        f"CUDA error: invalid device ordinal (the virtual machine has no cuda:{index})"
+        f"CUDA error: invalid device ordinal (the virtual machine has {counted(count, 'device')} and no cuda:{index}{more})"
     )
 
 

@@ -287,7 +287,7 @@ class Factories:
             return None
         index = self._current_device() if device.index is None else device.index
         if index >= self._engine.device_count:
-            refuse_device(index)
+            refuse_device(index, self._engine.device_count)
         if os.getpid() != self._engine.process:
             refuse_fork()
         return index

@@ -62,7 +62,7 @@ def install(patches: Patches, engine: Engine) -> None:
 
 
 def _places_of_warnings(patches: Patches) -> None:
-    """What C++ warns of is said at the innermost line of Python, as without a virtual GPU: not at ours, which runs its operators."""
+    """What C++ warns of is said at the innermost line of Python, as without a virtual GPU, not at ours that runs operators."""
     original = warnings.showwarning
 
     def show(

@@ -156,7 +156,7 @@ class CudaFace:
         self._lazy_init()
         index = device_index(device)
         if not 0 <= index < len(self._machine.devices):
-            refuse_device(index)
+            refuse_device(index, len(self._machine.devices))
         CURRENT.device = index
 
     def _exchange_device(self, device: int) -> int:
