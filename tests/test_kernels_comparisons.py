@@ -201,6 +201,16 @@ def test_a_search_wants_plain_tensors_of_one_type() -> None:
         assert sequence(lambda: torch.bucketize(columns, row)) == "+1600 +800 -1"
 
 
+def test_a_number_that_is_searched_for_comes_in_a_tensor_of_its_own() -> None:
+    row, halves = zeros(100, dtype=torch.float64), zeros(100, dtype=torch.float16)
+    assert sequence(lambda: torch.searchsorted(row, 0.5)) == "+8 +8 -0"
+    # It is converted to the others' type.
+    assert sequence(lambda: torch.searchsorted(halves, 0.5)) == "+8 +8 +2 -2 -0"
+    # Of an order the ends are looked at.
+    order, wanted = torch.arange(100, device="cuda"), zeros(5, dtype=torch.float64)
+    assert sequence(lambda: torch.searchsorted(row, wanted, sorter=order)) == "+8 +8 -0 -1 +40"
+
+
 def test_a_number_is_filled_in_where_the_mask_is_on_the_device_and_the_number_is_not() -> None:
     x, mask = zeros(1000, 16), torch.ones(1000, dtype=torch.bool)
 

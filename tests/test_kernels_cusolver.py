@@ -64,7 +64,12 @@ def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
     assert made(lambda: linalg.qr(torch.zeros(3, 200, 200, device="cuda"))).count(3145856) == 3
     assert made(lambda: linalg.eigh(torch.zeros(3, 200, 200, device="cuda"))).count(194380) == 3
     # Of 300 matrices of 16 rows the card was asked for 94,296,336 bytes.
-    assert cusolver.eigh(16, 300, 4, True) == [pytest.approx(94_296_336, rel=0.001)]
+    assert cusolver.eigh(16, 300, 4, True) == [94_296_336]
+    # As the library answers: what the matrices share is rounded once.
+    assert cusolver.eigh(2, 17, 4, True) == [4_562_156]
+    assert cusolver.eigh(16, 3, 8, False) == [1_886_408]
+    assert cusolver.eigh(33, 1, 8, False) == [753_840]
+    assert cusolver.eigh(1024, 1, 16, False) == [69_717_168]
 
 
 @pytest.mark.parametrize(
@@ -79,6 +84,7 @@ def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
         (2000, 300, 4, 1397760),
         (5, 3, 4, 132224),
         (128, 128, 16, 1052672),
+        (266, 70, 8, 51648 * 8),
     ],
 )
 def test_a_product_of_reflections(rows: int, reflections: int, item: int, nbytes: int) -> None:
@@ -94,6 +100,9 @@ def test_a_product_of_reflections(rows: int, reflections: int, item: int, nbytes
         (1000, 30, (1000, 30), 4, True, 368096 * 4),
         (100, 50, (100, 100), 8, True, 150240 * 8),
         (600, 600, (600, 600), 4, True, 1247200 * 4),
+        (10, 10, (10, 100), 4, True, 120800 * 4),
+        (334, 71, (33, 334), 8, False, 103072 * 8),
+        (33, 5, (7, 33), 4, False, 271232),
     ],
 )
 def test_what_reflections_are_multiplied_with(
@@ -152,3 +161,33 @@ def test_singular_vectors_by_gesvd_have_numbers_and_a_square_beside() -> None:
 )
 def test_by_jacobi_a_wide_matrix_is_turned(rows: int, columns: int, elements: int) -> None:
     assert cusolver.gesvdj(rows, columns, 4) == 4 * elements
+
+
+@pytest.mark.parametrize(
+    ("rows", "item", "is_complex", "nbytes"),
+    [
+        (12, 8, False, 266240),
+        (20, 16, True, 536576),
+        (97, 8, False, 357888),
+        (334, 4, False, 583680),
+        (639, 8, True, 3284992),
+    ],
+)
+def test_eigenvalues_of_any_matrix(rows: int, item: int, is_complex: bool, nbytes: int) -> None:
+    assert cusolver.geev(rows, item, is_complex) == nbytes
+
+
+def test_results_that_are_given_grow_before_a_system_is_solved_and_after_eigenvalues_are_found() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    a = torch.eye(100, device="cuda")
+    out = torch.empty(0, device="cuda"), torch.empty(0, device="cuda", dtype=torch.int32)
+    # The result, the factors and their order, a code, what the factors take, and (rows in another order) what solving does.
+    assert made(lambda: linalg.solve_ex(a, a, out=out))[:5] == [40000, 40000, 400, 4, 2304]
+    assert out[0].shape == (100, 100)
+    given = torch.empty(0, device="cuda", dtype=torch.complex64)
+    values = made(lambda: linalg.eigvals(a, out=given))
+    # A code, both numbers of each value, twice, the matrix by columns, and what it is worked out in.
+    room = cusolver.geev(100, 4, False)
+    assert values[:5] == [4, 800, 800, 40000, room]
+    # The result, and whether it went well.
+    assert values[-3:] == [800, 1, 1]

@@ -40,6 +40,13 @@ def test_what_lies_otherwise_is_copied_first() -> None:
     assert made(lambda: torch.fft.fft2(spread)) == [matrices.nbytes] * 2
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support")
+def test_half_precision_is_copied_where_the_result_has_both_sides() -> None:
+    signals = zeros(4, 128, dtype=torch.float16)
+    assert made(lambda: torch.fft.fft(signals)) == [4 * 128 * 4, signals.nbytes]
+    assert made(lambda: torch.fft.rfft(signals)) == [4 * 65 * 4]
+
+
 def test_to_real_numbers_the_input_is_copied_always() -> None:
     spectrum = zeros(8, 64, 33)
     assert made(lambda: torch.fft.irfft2(spectrum)) == [8 * 64 * 64 * 4, spectrum.nbytes]

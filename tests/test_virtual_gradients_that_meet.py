@@ -63,6 +63,20 @@ def test_a_product_with_itself() -> None:
     assert made(lambda: torch.autograd.grad(square, x, gradient)) == 2 + 1
 
 
+def test_a_sum_of_a_nodes_own_is_no_such_gradient() -> None:
+    def of(x: torch.Tensor, y: torch.Tensor) -> int:
+        angle, gradient = torch.atan2(x, y), seed()
+        return made(lambda: angle.backward(gradient))
+
+    # Of one tensor in both places there is one gradient less: the second is added to the first.
+    x, y = leaf(), leaf()
+    both, alike = of(x, y), of(leaf().neg(), y)
+    middle = leaf().neg()
+    assert both == 9
+    assert alike == both + 1
+    assert of(middle, middle) == both + 1
+
+
 def test_a_gradient_that_somebody_holds_is_left_alone() -> None:
     x, gradient = leaf(), seed()
     middle = x.neg()

@@ -44,6 +44,8 @@ CASES: dict[str, Callable[[str], Any]] = {
         name: lambda d, name=name: getattr(torch, name)(nested(d))  # type: ignore[misc]
         for name in ("relu", "tanh", "abs", "cos", "sin", "sqrt", "neg", "sgn", "logical_not", "isnan", "isinf")
     },
+    "relu of a module": lambda d: torch.nn.ReLU()(nested(d)),
+    "relu in place": lambda d: F.relu(nested(d), inplace=True),
     "gelu": lambda d: F.gelu(nested(d)),
     "silu": lambda d: F.silu(nested(d)),
     "without such an operator": lambda d: torch.exp(nested(d)),

@@ -158,6 +158,39 @@ def _searched(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return copied + [one.numel() * both.itemsize for one in (wanted, boundaries) if one.dtype != both]
 
 
+def _has_no_order(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return kwargs.get("sorter") is None
+
+
+@special(_aten.searchsorted.Tensor, plain=_has_no_order)
+def _searched_in_an_order(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The lowest and the highest place of the order are looked at first (`searchsorted_pre_check`)."""
+    order = kwargs.get("sorter")
+    if order is not None and order.numel():
+        with pushed(engine.mode):
+            ends = order.aminmax()
+        del ends
+        engine.table.drain()
+    return engine.run(func, args, kwargs, device)
+
+
+@special(_aten.searchsorted.Scalar, _aten.bucketize.Scalar)
+def _searched_for_a_number(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """It comes to the device in a tensor of its own, and is converted there (`searchsorted_scalar_tensor`)."""
+    boundaries, number = args[:2] if func is _aten.searchsorted.Scalar else args[1::-1]
+    wide = _TYPES_OF_NUMBERS[type(number)]
+    both = torch.result_type(boundaries, number)
+    with engine.scratch(device, wide.itemsize):
+        out = engine.run(func, args, kwargs, device)
+        converted = [both.itemsize] if wide != both else []
+        widened = [boundaries.numel() * both.itemsize] if boundaries.dtype != both else []
+        with engine.scratch(device, *converted, *copies_of(boundaries), *widened):
+            return out
+
+
+_TYPES_OF_NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
+
+
 @special(_aten.unfold_backward.default, table=BESIDE)
 def _of_windows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """The numbers of those places of a dimension that lie in a window, unless each lies in one only (``UnfoldBackward.h``)."""

@@ -1,9 +1,9 @@
-"""How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,575 calls).
+"""How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,575 calls,
+and what the library answered there for thousands of sizes).
 
 Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all; what is no formula is
 a table of square matrices, with a straight line between its sizes. On other cards, and with other versions, nothing is counted.
-Roughly met are tall matrices of many columns in `gesvd` and `gesvdj`, `orgqr` of 66 to 95 reflections, and `geev` of more than
-256 rows. What `ormqr` takes from the right follows from two calls.
+Roughly met are tall matrices of many columns in `gesvd` and `gesvdj`.
 """
 
 from __future__ import annotations
@@ -16,27 +16,14 @@ from math import ceil
 from gpumem_magic.units import round_up
 
 _HEAD = 128
-# (Rows, elements) of eigenvectors, by dividing; of singular values, by Jacobi's way.
-_SYEVD = (
-    (1, 66342), (2, 67147), (3, 67922), (4, 68699), (5, 69510), (6, 70291), (7, 71106), (8, 71923), (9, 72742), (10, 73563),
-    (11, 74386), (12, 75211), (13, 76070), (14, 76899), (15, 77762), (16, 78627), (17, 79494), (18, 80363), (19, 81234),
-    (20, 82139), (21, 83014), (22, 83923), (23, 84802), (24, 85715), (25, 86630), (26, 87547), (27, 88498), (28, 89419),
-    (29, 90342), (30, 91299), (31, 92258), (32, 93219), (64, 127043), (100, 172411), (128, 213059), (200, 339219),
-    (256, 458819), (300, 565995), (512, 1245251), (513, 1249094), (576, 1503299), (600, 1606387), (640, 1785923),
-    (700, 2081867), (736, 2293219), (750, 2378211), (767, 2483522), (768, 2489795), (800, 2694563), (832, 2907523),
-    (896, 3358019), (900, 3387291), (1000, 4159987), (1023, 4348994), (1024, 4357315), (1100, 5012683), (1200, 5945379),
-    (1280, 6749123), (1500, 9223467), (1536, 9665219), (2000, 16286979), (2048, 17070275),
-)  # fmt: skip
+# (Rows, elements) of singular values, by Jacobi's way.
 _GESVDJ = (
     (33, 7392), (48, 9824), (64, 13408), (65, 15776), (96, 25760), (100, 29408), (128, 42208), (129, 44832), (200, 95776),
     (256, 149024), (257, 152192), (300, 202240), (400, 348768), (512, 559648), (513, 563904), (600, 762016), (768, 1232928),
     (1000, 2071712), (1024, 2168864),
 )  # fmt: skip
-_GEEV = (
-    (1, 33152), (8, 33152), (16, 33408), (20, 33536), (31, 34176), (32, 34176), (33, 34304), (48, 35584), (64, 37376),
-    (100, 46592), (128, 65664), (200, 93952), (256, 115712),
-)  # fmt: skip
 _SMALLEST_GESVDJ, _SMALL = 992, 32
+_LINE_BYTES = 512
 _REFLECTIONS_AT_ONCE = 128
 _LEAST_OF_SYTRF = {4: 98432, 8: 106624, 16: 176256}
 
@@ -62,26 +49,24 @@ def geqrf(columns: int, item: int) -> int:
 
 
 def orgqr(rows: int, reflections: int, item: int) -> int:
-    if reflections >= 128:
+    """(All of 543 sizes that it answered.)"""
+    if reflections >= _REFLECTIONS_AT_ONCE:
         return (128 * rows + 256 * reflections + 16640) * item
-    more = round_up((reflections - 64) * reflections, 32) if reflections > 96 else 2048 * (reflections == 96)
-    return (33024 + round_up(rows * reflections, 32) + more) * item
+    return (round_up(rows * reflections, 32) + max(33024, 16640 + round_up(2 * reflections**2, 32))) * item
 
 
 def ormqr(rows: int, reflections: int, height: int, width: int, item: int, left: bool) -> int:
-    """height, width: of what is multiplied."""
-    spread = round_up((rows + reflections) * reflections, 32)
-    if not left:
-        return (65792 + 256 * height + spread) * item
-    return (65792 + 256 * rows + 512 * width + spread + (round_up(width, 32) if rows > _SMALL else 0)) * item
+    """height, width: of what is multiplied. (All of 3,503 sizes that it answered.)"""
+    longest = max(height, width)
+    spread = round_up((longest + reflections) * reflections, 32)
+    lines = 256 * rows + 512 * width if left else 256 * height
+    return (65792 + lines + spread + (round_up(width if left else height, 32) if longest > _SMALL else 0)) * item
 
 
-def geev(rows: int, item: int) -> int:
-    """Beyond the table by the line of its end."""
-    (before, fewer), (last, elements) = _GEEV[-2:]
-    if rows > last:
-        return (elements + (elements - fewer) * (rows - last) // (last - before)) * item
-    return between(_GEEV, rows) * item
+def geev(rows: int, item: int, is_complex: bool) -> int:
+    """The matrix again, or what `orgqr` takes for all reflections of it, and a few lines. (All of 268 sizes in four types.)"""
+    lines = (7 * rows if is_complex else 8 * rows) // 2 + 32
+    return round_up((max(rows**2, orgqr(rows - 1, rows - 1, 1)) + lines) * item, _LINE_BYTES)
 
 
 def sytrf(rows: int, item: int) -> int:
@@ -90,11 +75,21 @@ def sytrf(rows: int, item: int) -> int:
 
 def eigh(rows: int, batch: int, item: int, is_float: bool) -> list[int]:
     """One after the other: small ones of a batch at once, those of float32 by Jacobi's way up to 512 rows."""
+    head = _HEAD + 32 * item
     if batch > 1 and rows <= _SMALL:
-        return [batch * between(_SYEVD, rows) * item]
+        return [head + _syevd(rows, batch) * item]
     if is_float and _SMALL <= rows <= 512:
         return [*repeat(_syevj(rows) * item, batch)]
-    return [*repeat(between(_SYEVD, rows) * item + _HEAD, batch)]
+    return [*repeat(head + _syevd(rows) * item, batch)]
+
+
+def _syevd(rows: int, batch: int = 1) -> int:
+    """Eigenvectors, by dividing: what their reflections take, where that is more than what making them does. (Of 268 sizes 258
+    are met, and all to 32 elements; and all of those of batches up to 32 rows.)"""
+    lines = 65536 + 768 * rows + (round_up(rows, 32) if rows > _SMALL else 0)
+    few = batch * lines + round_up(batch * (2 * rows - 1) * (rows - 1), 32)
+    many = 32896 + 128 * rows + round_up(3 * rows * (rows - 1) + 28, 32)
+    return batch * (rows**2 + 2 * rows + 3) + max(few, many)
 
 
 def _syevj(rows: int) -> int:

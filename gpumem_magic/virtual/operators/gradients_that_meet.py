@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -113,9 +114,24 @@ def _is_engines_sum(engine: Engine, args: Any) -> bool:
 
 
 def _meets_itself(node: Any) -> bool:
-    """Whether two of a node's own gradients go to the same place, as those of ``x * x``."""
+    """Whether two of a node's own gradients go to the same place, as those of ``x * x``, and all is done that comes before."""
     following = [edge for edge in node.next_functions if edge[0] is not None]
-    return len(set(following)) < len(following)
+    if len(set(following)) == len(following):
+        return False
+    if node.name() in _WITH_A_SUM and _Summed.node != node_now():
+        _Summed.node = node_now()
+        return False
+    return True
+
+
+# Nodes that add up two tensors of their own before.
+_WITH_A_SUM = frozenset(("Atan2Backward0",))
+
+
+class _Summed(threading.local):
+    """The last of these that has done so."""
+
+    node = 0
 
 
 # Both are asked about the first of an operator's arguments, and not given it: who calls a function in Python holds what it

@@ -17,7 +17,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.calls import bytes_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.host_calls import host_only
@@ -208,8 +208,17 @@ def _lu_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return ()
 
 
-@special(_aten._linalg_solve_ex.default, table=BESIDE)
-def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
+@special(_aten._linalg_solve_ex.default, _aten._linalg_solve_ex.result)
+def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """What ``out=`` names, and the factors that nobody asked for, grow first."""
+    if func._schema.is_mutable:
+        engine.fake_call(func, args, kwargs)
+        # (PyTorch's shape rule returns others.)
+        out = tuple(kwargs[name] for name in ("result", "LU", "pivots", "info"))
+        for one in out:
+            engine.table.resized(one.untyped_storage())
+    else:
+        out = engine.run(func, args, kwargs, device)
     matrices, result = args[0], out[0]
     _factorize(engine, device, matrices)
     copied = 0
@@ -225,7 +234,7 @@ def _solve_by_lu(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
             (result if left else result.mT).shape,
             _is_solved_transposed(engine, matrices, device) == left,
         )
-    return ()
+    return out
 
 
 @special(_aten.linalg_inv_ex.default, table=BESIDE)
@@ -635,23 +644,24 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         _ask_for_all(engine, flags)
         del flags
         engine.table.drain()
-    is_there = func._schema.is_mutable
-    out = engine.run(func, args, kwargs, device) if is_there else engine.fake_call(func, args, kwargs)
-    values, vectors = out if wants_vectors else (out, None)
-    codes, is_real = _batch(matrices.shape), not matrices.is_complex()
+    codes, is_real, rows = _batch(matrices.shape), not matrices.is_complex(), max(1, matrices.shape[-1])
+    # Both are complex.
+    vectors = bytes_of(matrices) * (2 if is_real else 1)
+    values = vectors // rows
     with engine.scratch(device, codes * _CODE), ExitStack() as of_values, ExitStack() as of_vectors:
         # (The vectors go first.)
-        if vectors is not None:
-            of_vectors.enter_context(engine.scratch(device, bytes_of(vectors)))
-        of_values.enter_context(engine.scratch(device, bytes_of(values)))
+        if wants_vectors:
+            of_vectors.enter_context(engine.scratch(device, vectors))
+        of_values.enter_context(engine.scratch(device, values))
         with ExitStack() as real:
             if is_real:
-                real.enter_context(engine.scratch(device, bytes_of(values)))
-                if vectors is not None:
+                real.enter_context(engine.scratch(device, values))
+                if wants_vectors:
                     real.enter_context(engine.scratch(device, bytes_of(matrices)))
-            with engine.scratch(device, bytes_of(matrices)):
+            with engine.scratch(device, *copies_of(matrices.mT)):
                 if matrices.numel():
-                    _by_cusolver(engine, device, cusolver.geev(matrices.shape[-1], matrices.element_size()))
+                    room = cusolver.geev(rows, matrices.element_size(), matrices.is_complex())
+                    _by_cusolver(engine, device, room)
             if is_real:
                 # Whether any has an imaginary part.
                 with pushed(engine.mode):
@@ -659,8 +669,7 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
                 _ask_for_all(engine, flags)
                 del flags
                 engine.table.drain()
-        if not is_there:
-            engine.settle(out)
+        out = engine.run(func, args, kwargs, device)
         of_vectors.close()
         of_values.close()
         _look_at_codes(engine, device, codes)

@@ -143,8 +143,9 @@ def _is_nested(value: Any) -> bool:
 
 def _on_buffers(name: str) -> Callable[..., Any]:
     def rule(nested: NestedOnDevice, *args: Any, **kwargs: Any) -> Any:
-        run = getattr(torch, name, None) or getattr(F, name)
-        found = run(nested.buffer, *args, **kwargs)
+        # (`torch.relu` knows nothing of `inplace`.)
+        run = getattr(torch, name, None) if "inplace" not in kwargs else None
+        found = (run or getattr(F, name))(nested.buffer, *args, **kwargs)
         return nested.alike(found) if isinstance(found, torch.Tensor) else tuple(map(nested.alike, found))
 
     return rule
