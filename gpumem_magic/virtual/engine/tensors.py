@@ -503,13 +503,20 @@ _OWN_METHODS: dict[Any, Any] = {}
 
 
 def _asked_first(name: str, method: Any) -> Any:
-    """The same, of which function modes are asked first."""
+    """The same, of which function modes are asked first. An error of what is C++'s on a card keeps no tensor alive."""
+    of_c = isinstance(getattr(torch.Tensor, name), MethodDescriptorType)
 
     def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         __tracebackhide__ = True
-        if function_modes.are_on():
-            return function_modes.ask(getattr(torch.Tensor, name), (self, *args), kwargs)
-        return method(self, *args, **kwargs)
+        try:
+            if function_modes.are_on():
+                return function_modes.ask(getattr(torch.Tensor, name), (self, *args), kwargs)
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if not of_c:
+                raise
+            self, args, kwargs = None, (), {}
+            raise cut(error)  # noqa: B904
 
     def answered(self: Any) -> Any:
         if function_modes.are_on():
