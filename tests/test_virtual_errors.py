@@ -538,14 +538,13 @@ def test_an_operator_without_a_shape_rule_says_which_and_what_to_do() -> None:
     assert "Run this line on the host" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["numpy", "item", "tolist", "__dlpack__"])
+@pytest.mark.parametrize("name", ["numpy", "item", "tolist"])
 def test_a_temporary_that_cannot_be_converted_is_free_while_its_error_is_handled(name: str) -> None:
     x = zeros(2, MIB // 8, dtype=torch.float32)
-    wrong = {"tolist": ((1, 2), {}), "__dlpack__": ((), {"stream": "none"})}
-    args, kwargs = wrong.get(name, ((), {}))
+    args = (1, 2) if name == "tolist" else ()
     before = torch.cuda.memory_allocated()
-    with pytest.raises((TypeError, RuntimeError, BufferError)) as caught:
-        getattr(x * 2, name)(*args, **kwargs)
+    with pytest.raises((TypeError, RuntimeError)) as caught:
+        getattr(x * 2, name)(*args)
     assert caught.value.__traceback__ is not None
     assert torch.cuda.memory_allocated() == before
 
