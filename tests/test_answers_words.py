@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -165,7 +166,7 @@ def test_what_a_constructor_cast_before_memory_ran_out_are_parameters(book: Note
     said = answer(book, BLOCK.replace("{made}", made))
     book.cell("%gpumem_free")
     assert "MiB short: 14," in said
-    assert " MiB are parameters. Wanted 128 MiB" in said
+    assert f" MiB are parameters of `{made.split('; ')[0]}" in said
 
 
 def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) -> None:
@@ -264,3 +265,18 @@ def test_a_set_of_data_on_the_device_is_no_part_of_a_batch(book: Notebook) -> No
         report = book.measured(code)
     assert "kept by `data`" in report.answer
     assert not [one for one in report.causes if one.name == "whole_batch" and one.bytes > report.peak.allocated // 2]
+
+
+def test_a_model_whose_constructor_fails_is_told_by_the_line_that_makes_its_layers() -> None:
+    """It has no name yet."""
+    with notebook("virtual:64MiB,context=0MiB") as book:
+        book.cell(
+            "class Layer(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.up, self.down = nn.Linear(512, 1024), nn.Linear(1024, 512)\n"
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.first = nn.Linear(512, 512)\n        self.layers = nn.Sequential(*[Layer() for _ in range(50)])"
+        )
+        said = book.measured("with torch.device('cuda'):\n    model = Net()").answer
+    assert re.search(
+        r"are parameters of `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\) \(of [\d.]+ MiB in all\)", said
+    ), said

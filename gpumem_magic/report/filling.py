@@ -182,8 +182,9 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     """whole: what their category has, where they are to be told as a part of it; else 0."""
     first = members[0]
     part = f" (of {amount(whole)} in all)" if whole > size and amount(whole) != amount(size) else ""
-    if part and _is_nameless(members):
-        return f"{amount(size)} are {LABELS[first.category]}{part}"
+    made = _place(members) if first.category in OF_A_MODEL and _is_nameless(members) else ""
+    if made or (part and _is_nameless(members)):
+        return f"{amount(size)} are {LABELS[first.category]}{made}{part}"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} {_in_code(first.kept_by)}" if first.kept_by else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -22,6 +22,9 @@ ALL_GROUPS = 1 << 20
 _NUMBER = re.compile(r"\d+")
 # A group is large if it is one part in so many of what is allocated.
 _LARGE = 20
+
+# Of a model's memory, what a constructor makes; gradients and states follow from it.
+_MADE_BY_A_LINE = ("parameters", "buffers")
 
 _Member = tuple[Allocation, TensorFacts, str, str]
 """An allocation, what is known of it, and what keeps it where."""
@@ -89,14 +92,21 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
         shapes = {each.shape for _, each, _, _ in members}
         places = {each for *_, each in members}
         owners = {_owner(each) for each in places}
+        kept_by = place if len(places) == 1 else owners.pop() if len(owners) == 1 else ""
+        # A model that has no name (yet: its constructor still runs) is told by the line that makes it.
+        told = not kept_by and facts.category in _MADE_BY_A_LINE
+        statement, line, inner = _line_of_nearly_all(members, size) if told else ("", 0, "")
         return TensorGroup(
             size,
             count,
             facts.category,
             dtypes.pop() if len(dtypes) == 1 else "",
             shapes.pop() if len(shapes) == 1 else None,
+            statement=statement,
+            line=line,
+            inner=inner,
             keeper=KEPT_BY_NAME if any(places) else keeper,
-            kept_by=place if len(places) == 1 else owners.pop() if len(owners) == 1 else "",
+            kept_by=kept_by,
         )
     return TensorGroup(
         size,
@@ -115,6 +125,14 @@ def _group(members: Sequence[_Member]) -> TensorGroup:
         keeper,
         places_in_words([each for *_, each in members]),
     )
+
+
+def _line_of_nearly_all(members: Sequence[_Member], size: int) -> tuple[str, int, str]:
+    made: Counter[tuple[str, int, str]] = Counter()
+    for one, facts, *_ in members:
+        made[facts.statement, facts.line, facts.inner] += one.requested
+    line, most = made.most_common(1)[0]
+    return line if 10 * most >= 9 * size else ("", 0, "")
 
 
 def places_in_words(places: Sequence[str]) -> str:
