@@ -218,6 +218,29 @@ def test_an_average_of_the_weights_is_parameters_also_where_its_data_was_replace
     assert report.peak.categories["parameters"] >= 2 * report.peak.categories["gradients"] > 0
 
 
+SHADOW = """
+class Ema:
+    def __init__(self, model):
+        self.shadow = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    def update(self, model):
+        for name, value in model.state_dict().items():
+            self.shadow[name] = 0.99 * self.shadow[name] + 0.01 * value
+model = net(1024)
+ema = Ema(model)
+for _ in range(3):
+    model(torch.randn(8, 1024, device="cuda")).sum().backward()
+    ema.update(model)
+"""
+
+
+def test_an_average_that_an_object_keeps_by_names_is_parameters(book: Notebook) -> None:
+    with book.forgetting():
+        report = book.measured(SHADOW)
+    weights = sum(one.bytes for one in report.peak.tensors if one.category == "parameters")
+    assert weights >= 2 * report.peak.categories["gradients"] > 0
+    assert "activations" not in {one.category for one in report.peak.tensors if one.bytes >= 1 << 20}
+
+
 def test_a_look_at_an_objects_attributes_makes_it_no_dictionary() -> None:
     class Keeper:
         def __init__(self) -> None:

@@ -375,7 +375,19 @@ class Witness:
                     if self._last_look.get(known_as) != look:
                         self._last_look[known_as] = look
                         self._add(look, seen_as, place)
+        self._see_weights_of_an_object(name, value, limit)
         self._see_caches(value, name)
+
+    def _see_weights_of_an_object(self, name: str, value: Any, limit: int) -> None:
+        """A copy of a model's weights that an object keeps under their names: an average of them. Who searches for owners has the
+        attribute."""
+        for one in _dictionaries_of(value) if self._shapes else ():
+            for place, key, tensor, _ in self._in_state_dicts(one, name, limit, 1):
+                for device, address in self._places(tensor):
+                    look = device, address, self._at(device)
+                    if self._last_look.get(f"{place} of an object") != look:
+                        self._last_look[f"{place} of an object"] = look
+                        self._add(look, "buffer" if key in self._buffer_names else "weights", None)
 
     def _in_state_dicts(
         self, value: Any, name: str, limit: int, depth: int
@@ -506,12 +518,26 @@ def _with_members(value: Any) -> Iterator[Any]:
         yield from islice(objects.members(value), ROW_LIMIT)
     elif objects.is_a(value, dict):
         yield from islice(dict.values(value), ROW_LIMIT)
-    elif _FLAGS.__get__(type(value)) & _OF_PYTHON and not (
-        tensors.is_module(value) or objects.is_a(value, _NOT_OPENED)
-    ):
+    elif _is_programs_own(value):
         # (Whoever asks for its `__dict__` makes one: CPython keeps attributes without, from 3.11 on.)
         for one in islice(gc.get_referents(value), ROW_LIMIT):
             yield from islice(dict.values(one), ROW_LIMIT) if type(one) is dict else (one,)
+
+
+def _is_programs_own(value: Any) -> bool:
+    """Whether it is an object of a class that was written in Python, and is worth a look inside."""
+    return bool(_FLAGS.__get__(type(value)) & _OF_PYTHON) and not (
+        tensors.is_module(value) or objects.is_a(value, _NOT_OPENED)
+    )
+
+
+def _dictionaries_of(value: Any) -> Iterator[dict[Any, Any]]:
+    """The dictionaries among an object's attributes. (One that it refers to may be an attribute, or have them all.)"""
+    if _is_programs_own(value) and not objects.is_a(value, (list, tuple, dict)):
+        for one in islice(gc.get_referents(value), ROW_LIMIT):
+            if type(one) is dict:
+                yield one
+                yield from (inner for inner in islice(dict.values(one), ROW_LIMIT) if type(inner) is dict)
 
 
 def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:
