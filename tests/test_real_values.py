@@ -381,6 +381,26 @@ def test_checks_of_values_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.isnan(torch.tensor([float("nan")], device="cuda")).any()
 
 
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_whose_last_offset_is_their_end(mode: str) -> None:
+    table, rows = torch.randn(4, 6), torch.tensor([0, 2, 3, 1])
+
+    def bags(device: str) -> list[torch.Tensor]:
+        weight = table.to(device, copy=True).requires_grad_()
+        given = (rows.to(device), weight, torch.tensor([0, 2, 4], device=device))
+        out = torch.nn.functional.embedding_bag(*given, mode=mode, include_last_offset=True)
+        (out * out).sum().backward()
+        with torch.no_grad():
+            again = torch.nn.functional.embedding_bag(*given, mode=mode, include_last_offset=True)
+        assert weight.grad is not None
+        return [one.detach().cpu() for one in (out, again, weight.grad)]
+
+    on_the_host = bags("cpu")
+    gpu.turn_on("T4,values=real")
+    for found, expected in zip(bags("cuda"), on_the_host, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
 def test_two_devices_add_up_gradients() -> None:
     torch.manual_seed(0)
     model, x = nn.Linear(3, 2), torch.randn(6, 3)

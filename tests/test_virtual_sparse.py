@@ -405,6 +405,22 @@ def test_a_dense_matrix_is_looked_through_twice_where_it_is_compressed() -> None
     ]  # fmt: skip
 
 
+def test_a_dense_matrix_is_laid_out_and_counted_block_by_block() -> None:
+    a = half_full()
+    counted, listed = 4, made(lambda: a.ne(0).nonzero())[-1]
+    # Where something is; the matrix and that by blocks; sums of numbers of 64 bits; whether a block has any. Then as without
+    # blocks, of which four are not empty.
+    mask, blocks = 12, 6
+    assert made(lambda: a.to_sparse_bsr((1, 2))) == [
+        mask, a.nbytes, mask, blocks * 8, mask * 8, blocks, counted, 1, 4 * 2 * 8, listed, (3 + 1) * 8, counted, 1, 4 * 8, listed,
+        4 * 2 * 4,
+    ]  # fmt: skip
+    # By columns the blocks' mask and the blocks are turned first.
+    by_columns = made(lambda: a.to_sparse_bsc((1, 2)))
+    assert by_columns[5:8] == [blocks, blocks, counted]
+    assert by_columns[-2:] == [a.nbytes, 4 * 2 * 4]
+
+
 def test_a_coordinate_tensor_by_rows_shares_its_values() -> None:
     a = half_full().to_sparse()
     assert made(lambda: a.to_sparse_csr()) == [(3 + 1) * 8]

@@ -1,7 +1,7 @@
 """Changes of a sparse matrix's form on a virtual device: to and from compressed ones, and from rows to columns.
 
-After ``TensorConversions.cpp`` in ATen/native, as an H100 was asked with 2.11. What a batch of matrices takes meanwhile, and what
-the blocks of a dense one take, is not counted. What else is done with compressed ones is in `compressed`.
+After ``TensorConversions.cpp`` in ATen/native, as an H100 was asked with 2.11. What a batch of matrices takes meanwhile is not
+counted. What else is done with compressed ones is in `compressed`.
 """
 
 from __future__ import annotations
@@ -47,28 +47,51 @@ def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     else:
         there = host.ne(0).reshape(-1, rows // by[0], by[0], columns // by[1], by[1]).any(-1).any(2)
         count = int(there.sum()) // max(1, math.prod(batches))
-    if batches or block:
+    if batches:
         return made(engine, source.shape, source.dtype, layout, count, device, block)
-    return _by_places(engine, source, layout, count, device)
-
-
-def _by_places(engine: Engine, source: Any, layout: torch.layout, count: int, device: int) -> Any:
-    """`dense_to_sparse_compressed`: where something is, row by row or column by column, is looked for twice, the second time in
-    one line; the first list is kept for the columns (rows) in it."""
-    mask: Any = _blank(engine, tuple(source.shape), torch.bool, device)
-    numbers = source
-    if layout not in BY_ROWS:
-        mask, numbers = mask.t(), source.t()
+    if block:
+        return _by_blocks(engine, source, layout, block, count, device)
     with engine.scratch(device, source.numel()):
-        plain = found_among(engine, device, mask, count).select(1, 1)
-        compressed = _placed(engine, (mask.shape[0] + 1,), torch.int64, device)
-        in_line = _blank(engine, (mask.numel(),), torch.bool, device)
-        with engine.scratch(device, 0 if mask.is_contiguous() else mask.numel()):
-            places = found_among(engine, device, in_line, count)
-        with engine.scratch(device, 0 if numbers.is_contiguous() else bytes_of(numbers)):
-            chosen = _placed(engine, (count,), source.dtype, device)
-        del places
+        return _by_places(engine, source, layout, count, device)
+
+
+def _by_blocks(engine: Engine, source: Any, layout: torch.layout, block: Any, count: int, device: int) -> Any:
+    """Block by block there are a copy of the matrix, and of where something is, of which each block's sum is taken."""
+    shape = source.shape[0] // block[0], source.shape[1] // block[1]
+    blocks, numbers = math.prod(shape), source.numel()
+    with engine.scratch(device, numbers):
+        laid = [_placed(engine, (*shape, *block), source.dtype, device)]
+        with engine.scratch(device, numbers, blocks * _INDEX, first_out=True):
+            with engine.scratch(device, numbers * _INDEX):
+                pass
+            mask = _placed(engine, shape, torch.bool, device)
+        found = _by_places(engine, source, layout, count, device, laid)
+        del mask
         engine.table.drain()
+    return found
+
+
+def _by_places(engine: Engine, source: Any, layout: torch.layout, count: int, device: int, blocks: Any = None) -> Any:
+    """`dense_to_sparse_compressed`: where something is, row by row or column by column, is looked for twice, the second time in
+    one line; the first list is kept for the columns (rows) in it. blocks: the matrix block by block, given up at the end."""
+    numbers = blocks[0] if blocks else source
+    block = tuple(numbers.shape[2:])
+    mask: Any = _blank(engine, tuple(numbers.shape[:2]), torch.bool, device)
+    if layout not in BY_ROWS:
+        mask, numbers = mask.t(), numbers.transpose(0, 1)
+    plain = found_among(engine, device, mask, count).select(1, 1)
+    compressed = _placed(engine, (mask.shape[0] + 1,), torch.int64, device)
+    in_line = _blank(engine, (mask.numel(),), torch.bool, device)
+    with engine.scratch(device, 0 if mask.is_contiguous() else mask.numel()):
+        places = found_among(engine, device, in_line, count)
+    with engine.scratch(device, 0 if numbers.is_contiguous() else bytes_of(numbers)):
+        chosen = _placed(engine, (count, *block), source.dtype, device)
+    del numbers
+    if blocks:
+        blocks.clear()
+        engine.table.drain()
+    del places
+    engine.table.drain()
     return sparse_of((compressed, plain, chosen), source.shape, layout)
 
 

@@ -462,6 +462,8 @@ def _embedding_bag(
     if not bags.numel() and indices.numel():
         starts = offsets[:-1] if include_last else offsets
         bags = torch.searchsorted(starts, torch.arange(indices.numel(), dtype=starts.dtype), right=True) - 1
+    # (On a device the last offset, which begins no bag, has a size, too, which nobody reads.)
+    sizes = F.pad(sizes, (0, offsets.numel() - sizes.numel()))
     return out, bags.to(indices.dtype), sizes, highest
 
 
