@@ -482,3 +482,20 @@ def test_the_traceback_of_an_interrupt_shows_no_line_of_ours(shell: Any, alarm: 
         entry = entry.tb_next
     inside = [name for name in names[names.index(names[-1]) - 1 :] if name.startswith(PACKAGE)]
     assert inside == []
+
+
+@pytest.mark.parametrize("raised", ["", "1 / 0"])
+def test_an_interrupt_of_the_report_is_told_in_a_line_and_takes_no_errors_place(
+    shell: Any, monkeypatch: pytest.MonkeyPatch, raised: str
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ActiveRecording, "close", interrupted)
+    with capture_output() as said:
+        result = shell.run_cell(f"%%gpumem\nx = 1\n{raised}")
+    assert said.stderr == "gpumem: interrupted while the report was made: there is none. The cell itself had ended\n"
+    assert type(result.error_in_exec) is (ZeroDivisionError if raised else KeyboardInterrupt)
+    assert "measured_cell.py" not in said.stdout
+    assert "close(" not in said.stdout
+    assert shell.user_ns["x"] == 1

@@ -26,6 +26,7 @@ from gpumem_magic.recording.hook import without_hooks
 from gpumem_magic.recording.progress import StopRun
 from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.session import recording
+from gpumem_magic.tracebacks import cut
 from gpumem_magic.uninterrupted import whole
 
 
@@ -165,6 +166,12 @@ class MeasuredCell:
             if not swallows(own):
                 raise
             _warn(f"the report could not be made ({_in_one_line(own)}); the cell itself ran normally")
+        except KeyboardInterrupt as own:
+            __tracebackhide__ = True
+            _warn("interrupted while the report was made: there is none. The cell itself had ended")
+            if error is None or stopped:
+                # The cells behind it are not to run.
+                raise cut(own) from None
         for note in self._inside.notes() if self._inside is not None else ():
             _warn(note)
         if self._run.hook_failure is not None:
