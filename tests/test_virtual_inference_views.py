@@ -64,3 +64,11 @@ def test_views_and_inference_mode(device: str, view: str) -> None:
     for writing, modes in itertools.product(WRITING, every):
         given = VIEWS[view], WRITING[writing], modes
         assert told(device, *given) == told("cpu", *given), (writing, modes)
+
+
+def test_a_view_is_repeated_by_a_number(device: str) -> None:
+    """In inference mode an operator comes whole, with the number where its other overload takes counts."""
+    with torch.inference_mode():
+        view = torch.ones(4, 3).to(device)[:2].view(2, 3)
+        assert view.repeat_interleave(2, dim=1).shape == (2, 6)
+        assert torch.repeat_interleave(view, repeats=3).shape == (18,)

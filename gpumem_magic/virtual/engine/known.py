@@ -347,7 +347,8 @@ class KnownEngine(ComputingEngine):
 
     def _looked_through(self, tensor: Any) -> torch.Tensor | None:
         """The values of an argument on the host where they are known for sure and not too many to look at."""
-        if tensor.numel() > _MOST_READ:
+        # (An overload may take a number where another takes a tensor: `repeat_interleave(x, 2)`.)
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() > _MOST_READ:
             return None
         if isinstance(tensor, VirtualTensor):
             return self.host_of(tensor)
