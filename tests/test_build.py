@@ -225,9 +225,21 @@ def test_two_optimizers_make_one_iteration() -> None:
                 tape.device.free(tape.device.alloc(512))
     tape.row("train()", 5)
     parts = build(tape.finish()).checkpoints[1].parts
-    # The last step of the second optimizer belongs to an iteration that its first one has not ended.
-    assert [part.label for part in parts] == ["iteration 1", "iteration 2", "iteration 3"]
-    assert [inner.label for inner in parts[1].parts] == ["optimizer step of opt_g", "optimizer step of opt_d"]
+    assert [part.label for part in parts] == ["iteration 1", "iteration 2"]
+    assert [inner.label for inner in parts[1].parts] == ["optimizer step of opt_d", "optimizer step of opt_g"]
+
+
+def test_steps_of_several_optimizers_that_come_once_are_no_iterations() -> None:
+    tape = Tape()
+    tape.row(kind="before")
+    for name in ("critic", "policy", "temperature"):
+        with tape.span("backward"):
+            tape.device.free(tape.device.alloc(512))
+        with tape.span("optimizer", name):
+            tape.device.free(tape.device.alloc(512))
+    tape.row("agent.update()", 5)
+    told = labels(build(tape.finish()).checkpoints[1])
+    assert told[1::2] == [f"optimizer step of {name}" for name in ("critic", "policy", "temperature")]
 
 
 def test_marks_are_states_of_their_moment() -> None:

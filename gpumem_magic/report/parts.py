@@ -112,13 +112,14 @@ def _nested(parts: Sequence[Part]) -> list[Part]:
 
 
 def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
-    """Groups parts into iterations where there is more than one: each ends with a step of the first optimizer.
+    """Groups parts into iterations where there is more than one: each ends with a step of the same optimizer, of several the one
+    that steps last before the first one steps again.
 
     The first begins at `start`, the others where the one before ended. Phases after the last step are an iteration that did
     not come to its step. A range may hold a step, or (an epoch) many: then the iterations are within it.
     """
-    first = next((step.label for part in parts for step in _steps(part)), None)
-    counts = [sum(step.label == first for step in _steps(part)) for part in parts]
+    closing = _closing([step.label for part in parts for step in _steps(part)])
+    counts = [sum(step.label == closing for step in _steps(part)) for part in parts]
     if any(count > 1 for count in counts):
         for part in parts:
             part.parts = _with_iterations(part.parts, part.start, part.end)
@@ -159,6 +160,12 @@ def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
             )
         )
     return [*iterations, *rest]
+
+
+def _closing(stepped: Sequence[str]) -> str | None:
+    """The optimizer whose step ends an iteration (a critic's, a policy's, then a temperature's), of those that stepped, in order."""
+    again = next((number for number, one in enumerate(stepped) if number and one == stepped[0]), len(stepped))
+    return stepped[again - 1] if stepped else None
 
 
 def _steps(part: Part) -> list[Part]:
