@@ -163,7 +163,7 @@ def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
 
 
 def _closing(stepped: Sequence[str]) -> str | None:
-    """The optimizer whose step ends an iteration (a critic's, a policy's, then a temperature's), of those that stepped, in order."""
+    """The optimizer whose step ends an iteration (a critic's, a policy's, a temperature's), of those that stepped, in order."""
     again = next((number for number, one in enumerate(stepped) if number and one == stepped[0]), len(stepped))
     return stepped[again - 1] if stepped else None
 
