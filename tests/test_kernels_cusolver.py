@@ -111,6 +111,12 @@ def test_what_reflections_are_multiplied_with(
     assert cusolver.ormqr(rows, reflections, *shape, item, left) == nbytes
 
 
+def test_least_squares_of_a_tall_matrix_multiply_by_all_of_its_reflections() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    a, b = torch.rand(300, 200, device="cuda"), torch.rand(300, 2, device="cuda")
+    assert 974592 in made(lambda: linalg.lstsq(a, b))
+
+
 def test_an_upper_factor_has_a_matrix_beside() -> None:
     gpu.turn_on("H100,torch=2.11")
     a = torch.eye(5, device="cuda")

@@ -57,10 +57,11 @@ def orgqr(rows: int, reflections: int, item: int) -> int:
 
 def ormqr(rows: int, reflections: int, height: int, width: int, item: int, left: bool) -> int:
     """height, width: of what is multiplied. (All of 3,503 sizes that it answered.)"""
-    longest = max(height, width)
+    beside = width if left else height
+    longest = max(rows, beside)
     spread = round_up((longest + reflections) * reflections, 32)
     lines = 256 * rows + 512 * width if left else 256 * height
-    return (65792 + lines + spread + (round_up(width if left else height, 32) if longest > _SMALL else 0)) * item
+    return (65792 + lines + spread + (round_up(beside, 32) if longest > _SMALL else 0)) * item
 
 
 def geev(rows: int, item: int, is_complex: bool) -> int:
