@@ -1423,6 +1423,19 @@ GUILTY += [
         ('big = torch.randn(16 << 20, device="cuda")', "loss = nn.functional.mse_loss(big, big)\ny = loss + 1"),
         "`loss` (line 2, `loss = nn.functional.mse_loss(big, big)`) is one number, and keeps 64.0 MiB",
     ),
+    Case(
+        "pinned_by_view",
+        (
+            'big = torch.rand(8 << 20, device="cuda")',
+            "losses = []\nfor n in range(3):\n    losses.append(nn.functional.binary_cross_entropy(big, big))\ny = losses[0] + 1",
+        ),
+        "The 3 tensors in `losses` (line 4, `losses.append(nn.functional.binary_cross_entropy(big, big))`) are one number each, and",
+    ),
+    Case(
+        "pinned_by_view",
+        ("rows = [mib(32)[:8] for _ in range(3)]", "y = rows[0] + 1"),
+        "The 3 tensors in `rows` are views of 96 B and keep all of the tensors that they were taken from: 96.0 MiB",
+    ),
     # Of an earlier cell, which nobody saw make it: not a view.
     Case(
         "pinned_by_view",

@@ -526,7 +526,9 @@ def test_a_device_number_that_there_is_not() -> None:
     ):
         with pytest.raises(RuntimeError, match="invalid device ordinal") as caught:
             way()
-        assert f"has 2 devices and no cuda:{wanted - 1}; with `{wanted}x` before its name" in str(caught.value)
+        assert f"has 2 devices and no cuda:{wanted - 1}; turn on as many as it takes, as with `{wanted}xT4`" in str(
+            caught.value
+        )
     with pytest.raises(AssertionError, match="Invalid device id"):
         torch.cuda.get_device_name(5)
 

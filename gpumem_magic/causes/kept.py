@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from gpumem_magic.causes.model import Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
@@ -105,37 +105,48 @@ def pinned_by_view(scene: Scene) -> Iterator[Cause]:
         seen = sum(one.seen for one in spot.held)
         if freed - seen < scene.part_of_peak(10):
             return
-        place = added(scene, spot)
+        made = [scene.alive.get(one.address) for one in spot.held]
+        births = [
+            scene.recording.logs[scene.device].births.get(one.born) if one is not None and one.born >= 0 else None
+            for one in made
+        ]
+        # (What is from before the cell was put there by none of its statements.)
+        place = added(scene, spot) if any(births) else None
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
-        several = f", with {counted(len(spot.held) - 1, 'other')} like it," if len(spot.held) > 1 else ""
-        made = scene.alive.get(spot.held[0].address)
-        birth = scene.recording.logs[scene.device].births.get(made.born) if made is not None else None
-        if birth is not None and birth.kernel in _SHRUNK and not several:
-            yield Cause(
-                "pinned_by_view",
-                f"{quoted(spot.place)}{at} is one number, and keeps {human(spot.size)}: PyTorch makes the result of "
-                f"`{birth.kernel}` in the size of its input, and does not give back the rest.",
-                f"With `.clone()` it keeps the number only, which frees {human(freed - seen)}.",
-                freed - seen,
-            )
-            return
-        all_of = human(size_of(spot.held))
-        if all(one.viewed for one in spot.held):
-            verb = "are views" if several else "is a view"
-            whole = "the tensors that they were taken from" if several else "the tensor that it was taken from"
-            said = f"{verb} of {human(seen)} and keep{'' if several else 's'} all of {whole}: {all_of}."
+        several = len(spot.held) > 1
+        if several and spot.container is not None:
+            kept = f"The {counted(len(spot.held), 'tensor')} in {quoted(spot.container.place)}{at}"
+        elif several:
+            kept = f"{quoted(spot.place)}, with {counted(len(spot.held) - 1, 'other')} like it,{at}"
         else:
-            are, keep, they, them = ("are", "keep", "they were", "them") if several else ("is", "keeps", "it was", "it")
-            said = (
-                f"{are} {human(seen)} of the {all_of} that {they.split()[0]} {keep}: {they} cut out of a larger tensor, or an "
-                f"operator made {them} in the size of its input and did not give back the rest."
-            )
+            kept = f"{quoted(spot.place)}{at}"
+        kernels = {one.kernel if one is not None else "" for one in births}
         yield Cause(
             "pinned_by_view",
-            f"{quoted(spot.place)}{several}{at} {said}",
-            f"With `.clone()` it keeps its own numbers only, which frees {human(freed - seen)}.",
+            f"{kept} {_cut_out(spot, kernels, human(seen))}",
+            f"With `.clone()` {'each' if several else 'it'} keeps its own numbers only, which frees {human(freed - seen)}.",
             freed - seen,
         )
+
+
+def _cut_out(spot: Spot, kernels: Collection[str], seen: str) -> str:
+    """How small tensors keep much memory. kernels: that made it, "" where that is not known. seen: how much they are of it."""
+    several, all_of = len(spot.held) > 1, human(spot.size)
+    are, keep, they, them = ("are", "keep", "they", "them") if several else ("is", "keeps", "it", "it")
+    were = "were" if several else "was"
+    if _SHRUNK.issuperset(kernels):
+        names = " and ".join(f"`{name}`" for name in sorted(kernels))
+        return (
+            f"{are} one number{' each' if several else ''}, and {keep} {all_of}: PyTorch makes the result of {names} in the size "
+            "of its input, and does not give back the rest."
+        )
+    if all(one.viewed for one in spot.held):
+        views, whole = ("views", "the tensors") if several else ("a view", "the tensor")
+        return f"{are} {views} of {seen} and {keep} all of {whole} that {they} {were} taken from: {all_of}."
+    return (
+        f"{are} {seen} of the {all_of} that {they} {keep}: {they} {were} cut out of a larger tensor, or an operator made {them} in "
+        "the size of its input and did not give back the rest."
+    )
 
 
 def kept_by_hook(scene: Scene) -> Iterator[Cause]:

@@ -36,7 +36,7 @@ def is_foreign(func: Any) -> bool:
 
 def refuse_device(index: int, count: int) -> NoReturn:
     """The error that CUDA raises for a number that no device has, and how to have that device. count: how many there are."""
-    more = f"; with `{index + 1}x` before its name, as in `{index + 1}xT4`, it has {index + 1}" if index >= 0 else ""
+    more = f"; turn on as many as it takes, as with `{index + 1}xT4`" if index >= 0 else ""
     raise torch.AcceleratorError(  # what 2.8 and newer raise
         f"CUDA error: invalid device ordinal (the virtual machine has {counted(count, 'device')} and no cuda:{index}{more})"
     )
