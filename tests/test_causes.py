@@ -1429,7 +1429,7 @@ GUILTY += [
             'big = torch.rand(8 << 20, device="cuda")',
             "losses = []\nfor n in range(3):\n    losses.append(nn.functional.binary_cross_entropy(big, big))\ny = losses[0] + 1",
         ),
-        "The 3 tensors in `losses` (line 4, `losses.append(nn.functional.binary_cross_entropy(big, big))`) are one number each, and",
+        "The 3 tensors in `losses` (line 4, `losses.append(nn.functional.binary_cross_entropy(big, big))`) are one number each",
     ),
     Case(
         "pinned_by_view",

@@ -144,8 +144,8 @@ def _cut_out(spot: Spot, kernels: Collection[str], seen: str) -> str:
         views, whole = ("views", "the tensors") if several else ("a view", "the tensor")
         return f"{are} {views} of {seen} and {keep} all of {whole} that {they} {were} taken from: {all_of}."
     return (
-        f"{are} {seen} of the {all_of} that {they} {keep}: {they} {were} cut out of a larger tensor, or an operator made {them} in "
-        "the size of its input and did not give back the rest."
+        f"{are} {seen} of the {all_of} that {they} {keep}: {they} {were} cut out of a larger tensor, or an operator made {them} "
+        "in the size of its input and did not give back the rest."
     )
 
 
