@@ -100,6 +100,10 @@ def watch_workspaces(patches: Patches, begins: Around) -> None:
         patches.set(torch._C, "_cuda_clearCublasWorkspaces", _around(clear, begins))
 
 
+# How the range begins that 2.9 puts around each run of a compiled graph (``CompiledFxGraph.__call__``).
+_COMPILED = "## Call CompiledFxGraph"
+
+
 def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None]]) -> None:
     """`begins` with the name of every ``record_function`` range. A C++ range is not seen; nor are torch.compile's own, which are
     Python's in 2.9."""
@@ -108,7 +112,7 @@ def watch_ranges(patches: Patches, begins: Callable[[str], Callable[[bool], None
 
     def begins_one(one: Any) -> Callable[[bool], None]:
         name = str(one.name)
-        return not_watched if name.endswith("(dynamo_timed)") else begins(name)
+        return not_watched if name.endswith("(dynamo_timed)") or name.startswith(_COMPILED) else begins(name)
 
     _watch_context(patches, record_function, begins_one, key="_gpumem_magic_range")
 

@@ -25,6 +25,8 @@ _PATHS = "gpumem_magic_paths"
 # A variable of the compiled function's, or a global one, and what is below it: ``L['self'].blocks.0``.
 _PATH = re.compile(r"([LG])\['(\w+)'\]((?:\.\w+)*)")
 _Path = tuple[str, str, str]
+# A step below a module as PyTorch 2.9 writes it, where later ones have ``.0``.
+_ENTRY = re.compile(r"\._modules\['(\w+)'\]")
 # The compiler's frames between its graph and the function, with room for some more.
 _MOST_FRAMES = 30
 
@@ -102,7 +104,7 @@ def _stack(node: Any) -> Iterator[tuple[str, str]]:
     """The modules that a node is of, outermost first: `id` and path."""
     if isinstance(node, torch.fx.Node) and node.op != "placeholder":
         for name, (path, *_) in (node.meta.get("nn_module_stack") or {}).items():
-            yield str(name).partition("@")[0], path
+            yield str(name).partition("@")[0], _ENTRY.sub(r".\1", path)
 
 
 def _at(path: _Path, variables: Mapping[str, Any]) -> torch.nn.Module | None:

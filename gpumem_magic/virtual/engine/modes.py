@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.looks.tensors import no_dispatch, no_functions
+from gpumem_magic.private import aten
 from gpumem_magic.tracebacks import cut_below_operator
 
 _Made = TypeVar("_Made")
@@ -33,6 +34,8 @@ _NUMBERED: dict[int, torch.device] = {}
 _CUDA: dict[int, torch.device] = {}
 DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_DETACH = aten.detach.default
+_VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 _tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
 _TRACER = torch._C._dispatch_key_parse("Tracer")
 _NOTHING = nullcontext()
@@ -203,6 +206,10 @@ class OperatorMode(TorchDispatchMode):
                 return given[1]
             # A fake mode of PyTorch's own lies below all others: what is made under it has no memory.
             if _len_torch_dispatch_stack() and (types or torch._C._get_dispatch_mode(_FAKE) is not None):
+                if func is _DETACH:
+                    # (Where C++ copies a tensor that it saves, it asks past autograd, and PyTorch 2.9's would ask once more.)
+                    with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
+                        return func(*args)
                 return func(*args, **_as_python_says(kwargs))
             if not types and isinstance(func, HigherOrderOperator):
                 return _step_by_step(func, args, kwargs or {})
