@@ -65,7 +65,7 @@ def ormqr(rows: int, reflections: int, height: int, width: int, item: int, left:
 
 
 def geev(rows: int, item: int, is_complex: bool) -> int:
-    """The matrix again, or what `orgqr` takes for all reflections of it, and a few lines. (All of 268 sizes in four types.)"""
+    """The matrix again, or what `orgqr` takes for all reflections of it, and a few lines. (2,130 of 2,144 answers.)"""
     lines = (7 * rows if is_complex else 8 * rows) // 2 + 32
     return round_up((max(rows**2, orgqr(rows - 1, rows - 1, 1)) + lines) * item, _LINE_BYTES)
 
