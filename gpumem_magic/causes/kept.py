@@ -209,7 +209,7 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
             "key_value_cache",
             f"The key-value cache{'' if place is None else f' {quoted(place)}'} keeps {human(size_of(cached))} in "
             f"{counted(len(cached), 'tensor')}, as the room that was left allowed ({room.words}, `{room.shown}`).",
-            "Take a smaller share there where other tensors need more: the cache then has room for fewer positions.",
+            "Take a smaller share there if other tensors need more: the cache then has room for fewer positions.",
             size_of(cached),
         )
         return
