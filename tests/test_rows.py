@@ -77,6 +77,17 @@ def test_turns_that_each_keep_the_same_are_alike_and_say_what_all_kept() -> None
     assert kinds == [(ALIKE, 1, 11), (TURN, 12, 12), (ALIKE, 13, 30)]
 
 
+def test_turns_that_allocate_nothing_are_one_entry_whatever_they_run() -> None:
+    rows = [state(4 + n, 30, turn=(turn,), loops=(3,)) for turn in range(1, 7) for n in range(turn)]
+    rows = [state(2, 30), *rows]
+    found = entries(report_of(rows))[1:-1]
+    assert [(entry.kind, entry.first, entry.last) for entry in found] == [(ROW, 0, 0), (ALIKE, 1, 6)]
+    # One of them holds something for a moment.
+    rows[-1] = replace(rows[-1], peak_allocated=31 * MIB)
+    found = entries(report_of(rows))[1:-1]
+    assert [(entry.kind, entry.first, entry.last) for entry in found] == [(ROW, 0, 0), (ALIKE, 1, 5), (TURN, 6, 6)]
+
+
 def test_skipped_turns_join_those_they_repeat_and_no_others() -> None:
     rows = steady(8)
     gap = replace(rows[5], kind="skipped", line=3, iteration=(4,), statement="", peak_allocated=70 * MIB)

@@ -52,7 +52,10 @@ class LoopRow:
 
 
 def same_moves(one: Sequence[LoopRow], other: Sequence[LoopRow], unseen: int) -> bool:
-    """Whether two iterations ran the same lines, and allocated the same since their beginnings. unseen: bytes that may differ."""
+    """Whether two iterations ran the same lines, and allocated the same since their beginnings; or allocated nothing, whatever
+    they ran. unseen: bytes that may differ."""
+    if _moved_nothing(one) and _moved_nothing(other):
+        return True
     if len(one) != len(other) or not one:
         return False
     start, begin = one[0].before, other[0].before
@@ -63,6 +66,10 @@ def same_moves(one: Sequence[LoopRow], other: Sequence[LoopRow], unseen: int) ->
         and abs((left.peak - start) - (right.peak - begin)) <= unseen
         for left, right in zip(one, other, strict=True)
     )
+
+
+def _moved_nothing(rows: Sequence[LoopRow]) -> bool:
+    return bool(rows) and all(row.before == row.after == row.peak for row in rows)
 
 
 def unseen_of(peaks: Iterable[int]) -> int:
