@@ -77,6 +77,13 @@ def test_a_sum_of_a_nodes_own_is_no_such_gradient() -> None:
     assert of(middle, middle) == both + 1
 
 
+def test_a_kept_graphs_next_backward_has_the_same_sums() -> None:
+    x, gradient = leaf(), seed()
+    angle = torch.atan2(x, x)
+    counts = [made(lambda: torch.autograd.grad(angle, x, gradient, retain_graph=True)) for _ in range(3)]
+    assert len(set(counts)) == 1
+
+
 def test_a_gradient_that_somebody_holds_is_left_alone() -> None:
     x, gradient = leaf(), seed()
     middle = x.neg()

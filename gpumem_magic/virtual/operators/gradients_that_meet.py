@@ -118,10 +118,12 @@ def _meets_itself(node: Any) -> bool:
     following = [edge for edge in node.next_functions if edge[0] is not None]
     if len(set(following)) == len(following):
         return False
-    if node.name() in _WITH_A_SUM and _Summed.node != node_now():
-        _Summed.node = node_now()
-        return False
-    return True
+    if node.name() not in _WITH_A_SUM:
+        return True
+    # (The node of a graph that is kept runs again.)
+    has_summed = _SUMMED.node == node_now()
+    _SUMMED.node = 0 if has_summed else node_now()
+    return has_summed
 
 
 # Nodes that add up two tensors of their own before.
@@ -129,9 +131,12 @@ _WITH_A_SUM = frozenset(("Atan2Backward0",))
 
 
 class _Summed(threading.local):
-    """The last of these that has done so."""
+    """The one of these that has done so in this thread, and whose gradients have not met yet; 0 for none."""
 
     node = 0
+
+
+_SUMMED = _Summed()
 
 
 # Both are asked about the first of an operator's arguments, and not given it: who calls a function in Python holds what it
