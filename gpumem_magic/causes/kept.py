@@ -105,11 +105,8 @@ def pinned_by_view(scene: Scene) -> Iterator[Cause]:
         seen = sum(one.seen for one in spot.held)
         if freed - seen < scene.part_of_peak(10):
             return
-        made = [scene.alive.get(one.address) for one in spot.held]
-        births = [
-            scene.recording.logs[scene.device].births.get(one.born) if one is not None and one.born >= 0 else None
-            for one in made
-        ]
+        of_events, made = scene.recording.logs[scene.device].births, (scene.alive.get(one.address) for one in spot.held)
+        births = [None if one is None else of_events.get(one.born) for one in made]
         # (What is from before the cell was put there by none of its statements.)
         place = added(scene, spot) if any(births) else None
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""

@@ -248,7 +248,7 @@ class ProgramText:
                 if not isinstance(node, ast.Assign) or kind not in one.around(node.lineno, (ast.ClassDef,)):
                     continue
                 again = [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
-                for target in _targets(node.targets[0]):
+                for target in each_target(node.targets[0]):
                     if isinstance(target, ast.Attribute):
                         whole = ast.dump(target.value)
                         if any(part.attr == target.attr and ast.dump(part.value) == whole for part in again):
@@ -400,14 +400,14 @@ def _fills(node: ast.stmt, name: str) -> bool:
 
 def _plain_targets(target: ast.expr) -> Iterator[ast.Name]:
     """The variables among what is assigned to."""
-    yield from (part for part in _targets(target) if isinstance(part, ast.Name))
+    yield from (part for part in each_target(target) if isinstance(part, ast.Name))
 
 
-def _targets(target: ast.expr) -> Iterator[ast.expr]:
+def each_target(target: ast.expr) -> Iterator[ast.expr]:
     """What is assigned to, each for itself."""
     if isinstance(target, (ast.Tuple, ast.List)):
         for part in target.elts:
-            yield from _targets(part)
+            yield from each_target(part)
     else:
         yield target
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.program import FUNCTIONS, Text, Written
+from gpumem_magic.causes.program import Text, Written, each_target
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.snapshot.timeline import Allocation
 
@@ -37,40 +39,26 @@ def asked_for_room(scene: Scene, allocation: Allocation) -> Written | None:
 
 def _source(text: Text, line: int) -> ast.stmt | None:
     """Of the statement at a line, the one from whose answer it follows."""
-    functions = sorted(text.nodes_around(line, FUNCTIONS), key=lambda node: node.lineno)
-    body = functions[-1].body if functions else text.tree.body
+    within: dict[Any, list[ast.stmt]] = defaultdict(list)
+    for statement in text.everywhere:
+        within[text.loops_around(statement.lineno)[0]].append(statement)
     answers: dict[str, ast.stmt] = {}
-    for function in _functions(text.tree):
-        asking = next((one for one in _simple(function.body) if _asks(one)), None)
-        if asking is not None and any(
-            isinstance(one, ast.Return) and one.value is not None for one in _simple(function.body)
-        ):
+    for function, statements in within.items():
+        asking = next((one for one in statements if _asks(one)), None)
+        if isinstance(function, ast.FunctionDef) and asking is not None and any(map(_gives, statements)):
             answers[function.name] = asking
     known: dict[str, ast.stmt] = {}
-    for statement in _simple(body):
+    for statement in within[text.loops_around(line)[0]]:
         source = statement if _asks(statement) else _first(known, statement) or _called(answers, statement)
         if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
             return source
         if source is not None:
-            known.update(dict.fromkeys(_targets(statement), source))
+            known.update(dict.fromkeys(_given(statement), source))
     return None
 
 
-def _functions(tree: ast.Module) -> Iterator[ast.FunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
-
-
-def _simple(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The simple statements of a body in their order, without those of functions inside."""
-    for statement in body:
-        if isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
-            continue
-        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        if any(blocks):
-            for block in blocks:
-                yield from _simple(block)
-        else:
-            yield statement
+def _gives(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Return) and statement.value is not None
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -91,9 +79,9 @@ def _called(answers: dict[str, ast.stmt], statement: ast.stmt) -> ast.stmt | Non
     return next((answers[name] for name in called if name in answers), None)
 
 
-def _targets(statement: ast.stmt) -> Iterator[str]:
-    given = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
-    for target in given:
-        for one in target.elts if isinstance(target, (ast.Tuple, ast.List)) else [target]:
-            if isinstance(one, (ast.Name, ast.Attribute)):
-                yield ast.unparse(one)
+def _given(statement: ast.stmt) -> Iterator[str]:
+    """The variables and attributes that a statement assigns to."""
+    whole = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    for one in (part for target in whole if target is not None for part in each_target(target)):
+        if isinstance(one, (ast.Name, ast.Attribute)):
+            yield ast.unparse(one)

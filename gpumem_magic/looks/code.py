@@ -66,6 +66,11 @@ def is_compiler_file(filename: str) -> bool:
     return _COMPILER_FILE.search(filename) is not None
 
 
+def is_our_file(filename: str) -> bool:
+    """Whether it is this package's."""
+    return filename.startswith(_OURS)
+
+
 def whose(filename: str) -> str:
     """One of the words above."""
     if filename.startswith(_pytorch()):

@@ -362,19 +362,14 @@ class Witness:
                 self._see_gradients_of([place], [tensor])
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
-                # No event since the last look under this name: the same tenant.
-                if self._last_look.get(place) != look:
-                    self._last_look[place] = look
-                    self._add(look, "named" if tensors.is_leaf(tensor) else "output", place)
+                self._add_once(place, look, "named" if tensors.is_leaf(tensor) else "output", place)
         for place, key, tensor, is_certain in self._in_state_dicts(value, name, limit, _DEPTH):
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
                 role = "buffer" if key in self._buffer_names else "parameter" if is_certain else "weights"
                 # (Of a large one, the first alone were looked at above.)
                 for known_as, seen_as in ((place, "named"), (f"{place} of weights", role)):
-                    if self._last_look.get(known_as) != look:
-                        self._last_look[known_as] = look
-                        self._add(look, seen_as, place)
+                    self._add_once(known_as, look, seen_as, place)
         self._see_weights_of_an_object(name, value, limit)
         self._see_caches(value, name)
 
@@ -385,9 +380,14 @@ class Witness:
             for place, key, tensor, _ in self._in_state_dicts(one, name, limit, 1):
                 for device, address in self._places(tensor):
                     look = device, address, self._at(device)
-                    if self._last_look.get(f"{place} of an object") != look:
-                        self._last_look[f"{place} of an object"] = look
-                        self._add(look, "buffer" if key in self._buffer_names else "weights", None)
+                    role = "buffer" if key in self._buffer_names else "weights"
+                    self._add_once(f"{place} of an object", look, role, None)
+
+    def _add_once(self, known_as: str, look: tuple[int, int, int], role: str, place: str | None) -> None:
+        """No event since the last look under this name: the same tenant, and nothing to add."""
+        if self._last_look.get(known_as) != look:
+            self._last_look[known_as] = look
+            self._add(look, role, place)
 
     def _in_state_dicts(
         self, value: Any, name: str, limit: int, depth: int

@@ -176,14 +176,13 @@ def _composed(
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
         sentences += [*told, f"Peak {size}{on}{where}."]
-    elif _added_nothing(report):
-        # (Where that was is no question.)
-        said = f"Nothing was added to the {size} from before{on}: {words}."
-        sentences += [*told, said] if leads else [said, *told]
     else:
-        said = f"Of {size} at the peak{on}, {words}."
+        is_from_before = _added_nothing(report)
+        said = f"Nothing was added to the {size} from before{on}" if is_from_before else f"Of {size} at the peak{on}"
+        said += f"{':' if is_from_before else ','} {words}."
         sentences += [*told, said] if leads else [said, *told]
-        sentences += [f"Peak{where}."] if where else []
+        # (Where the peak was is no question where nothing was added.)
+        sentences += [f"Peak{where}."] if where and not is_from_before else []
     return " ".join([*sentences, *_other_devices(report.devices)])
 
 

@@ -15,7 +15,7 @@ from gpumem_magic.snapshot.timeline import Timeline
 _OF_MEMORY = ("memory", "alloc")
 # What ends a program without a reason to tell.
 _ENDS = ("KeyboardInterrupt", "SystemExit", "GeneratorExit")
-# Characters of an error's own words in a headline.
+# A headline in which an error's own words are longer, in characters, is cut to as many: the error itself has them all.
 _WORDS = 160
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_magic.failures import swallowed
 from gpumem_magic.files import rank_files
 from gpumem_magic.files.rank_files import RankFile
-from gpumem_magic.looks.code import is_library_file
+from gpumem_magic.looks.code import is_library_file, is_our_file
 from gpumem_magic.report.ranks import ENDED, FAILED, GONE, OUT_OF_MEMORY, RUNNING
 from gpumem_magic.report.side_by_side import state_of
 
@@ -39,7 +39,6 @@ GRACE = 3.0
 # The same after Ctrl-C, which a program may well go on after. (PyTorch's launcher kills it after 30.)
 DEAF = 10.0
 _STATUS = 128 + signal.SIGTERM
-_OWN = str(Path(__file__).parents[1]) + os.sep
 
 
 class RankProcess:
@@ -280,7 +279,7 @@ def _place(lines: Iterable[tuple[FrameType, int]]) -> str:
         module, file = str(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
         if file.startswith("<frozen runpy"):
             break
-        is_ours = module.startswith("gpumem_magic.") or file.startswith(_OWN) or _is_command(file)
+        is_ours = module.startswith("gpumem_magic.") or is_our_file(file) or _is_command(file)
         if not is_ours and not module.startswith("torch.") and not is_library_file(file):
             place = f"{os.path.basename(file)}:{line}"
             return f"{called} ({place})" if called else place

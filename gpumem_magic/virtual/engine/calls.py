@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch._decomp import decomposition_table
 
-from gpumem_magic.looks.code import TORCH, whose
+from gpumem_magic.looks.code import whose
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
@@ -220,13 +220,21 @@ def node_now() -> int:
 
 def users_line() -> tuple[str, int]:
     """(file name, line) of the innermost frame outside of torch and of this package."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    return _line_outside(("torch.", "gpumem_magic.", "contextlib."))
+
+
+def line_below_ours() -> tuple[str, int]:
+    """(file name, line) of the innermost frame that runs neither this package's code nor that of warnings."""
+    return _line_outside(("gpumem_magic.", "warnings."))
+
+
+def _line_outside(modules: tuple[str, ...]) -> tuple[str, int]:
+    """modules: with a full stop behind each."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None:
         # (What PyTorch's compiler generated may have no module; its file says whose it is.)
         name = frame.f_globals.get("__name__") or whose(frame.f_code.co_filename)
-        if not name.startswith(("torch.", "gpumem_magic.", "contextlib")) and name != TORCH:
-            return frame.f_code.co_filename, frame.f_lineno or 0
-        if frame.f_back is None:
+        if not f"{name}.".startswith(modules):
             break
         frame = frame.f_back
     return frame.f_code.co_filename, frame.f_lineno or 0

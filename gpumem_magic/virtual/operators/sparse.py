@@ -270,10 +270,9 @@ def _rearranged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
 def _with_a_dimension(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The values are the same memory; zeros are put among the places (`unsqueeze_sparse` in ``TensorShape.cpp``)."""
     source, dim = args
-    shape = list(source.shape)
-    shape.insert(dim % (source.dim() + 1), 1)
-    old = parts(engine, source)
     dim %= source.dim() + 1
+    shape = [*source.shape[:dim], 1, *source.shape[dim:]]
+    old = parts(engine, source)
     if dim > old.dims:
         return join(old.indices, old.values.unsqueeze(dim - old.dims + 1), shape, source.is_coalesced())
     with engine.scratch(device, old.elements * _INDEX_BYTES):

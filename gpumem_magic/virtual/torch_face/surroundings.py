@@ -3,13 +3,10 @@ Python's shows that one is."""
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sys
 import threading
 import warnings
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -22,16 +19,17 @@ import torch.profiler
 from torch._lobpcg import LOBPCG
 
 from gpumem_magic.devices.reads import Reads
+from gpumem_magic.looks.code import is_our_file
 from gpumem_magic.patching import Patches
 from gpumem_magic.uninterrupted import usual
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.calls import line_below_ours
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import is_ours
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks, ctc
 from gpumem_magic.virtual.operators.convolution_layouts import layout_of
 
-_OWN = str(Path(__file__).parents[2]) + os.sep
 # NumPy's words: ``numpy/_core/src/umath/extobj.c`` and ``numpy/_core/_methods.py``, the same from 1.26 to 2.4.
 _OF_NUMBERS = re.compile(r"(?:invalid value|divide by zero|overflow) encountered in |Mean of empty slice")
 # Those of `torch.lobpcg` that are run.
@@ -68,24 +66,12 @@ def _places_of_warnings(patches: Patches) -> None:
     def show(
         message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
     ) -> None:
-        if filename.startswith(_OWN):
-            filename, lineno = _line_outside(filename, lineno)
+        if is_our_file(filename):
+            filename, lineno = line_below_ours()
             line = None
         original(message, category, filename, lineno, file, line)
 
     patches.set(warnings, "showwarning", show)
-
-
-def _line_outside(filename: str, lineno: int) -> tuple[str, int]:
-    """(file name, line) of the innermost frame that is not ours; these, where there is none."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if frame.f_globals is not vars(warnings) and not frame.f_code.co_filename.startswith(_OWN):
-            return frame.f_code.co_filename, frame.f_lineno or 0
-        if frame.f_back is None:
-            break
-        frame = frame.f_back
-    return filename, lineno
 
 
 def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
