@@ -12,6 +12,7 @@ import torch
 from causes_cells import Notebook, notebook
 from test_filling import group
 
+from gpumem_magic.attribution.tensors import words_of_place
 from gpumem_magic.recording.identity import _with_members
 from gpumem_magic.recording.model import Checkpoint, Moment
 from gpumem_magic.report.filling import in_words
@@ -303,3 +304,60 @@ def test_a_model_whose_constructor_fails_is_told_by_the_line_that_makes_its_laye
     assert re.search(
         r"are parameters of `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\) \(of [\d.]+ MiB in all\)", said
     ), said
+
+
+LOGGED = """
+import logging
+class Kept(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.records = []
+    def emit(self, record):
+        self.records.append(record)
+log = logging.Logger("train")
+log.addHandler(Kept())
+for step in range(5):
+    loss = mib(8)
+    log.info("step %d", step, extra={"loss": loss})
+"""
+
+
+def test_what_a_logger_keeps_is_found_where_it_was_put(book: Notebook) -> None:
+    said = answer(book, LOGGED)
+    assert (
+        "it is held by `log.handlers[0].records[0…3].loss`, put there at line 9 (`self.records.append(record)`)" in said
+    )
+    assert "`log.handlers[0].records.clear()` frees 32.0 MiB" in said
+
+
+def test_growth_that_no_name_leads_to_sends_nobody_to_look_for_one(book: Notebook) -> None:
+    said = answer(book, "import numpy\nkept = numpy.empty(6, object)\nfor n in range(6):\n    kept[n] = mib(8)\n")
+    assert "(6 iterations), and no name of the program was found that leads to it. An array of objects" in said
+    assert "%gpumem_who" not in said
+
+
+def test_generators_that_wait_are_to_be_closed(book: Notebook) -> None:
+    code = "def parts():\n    h = mib(8)\n    yield 1\n    yield h\nits = []\n"
+    code += "for _ in range(5):\n    part = parts()\n    next(part)\n"
+    said = answer(book, f"{code}    its.append(part)\n")
+    assert "`its.clear()` frees 32.0 MiB; better, let each generator come to its end, or `.close()` it" in said
+    assert "more allocated" not in answer(book, f"{code}    part.close()\n    its.append(part)\n")
+
+
+def test_a_list_as_a_default_is_to_be_made_anew(book: Notebook) -> None:
+    code = "def run(n, outs={}):\n    outs.append(mib(8))\n    return n\nfor n in range(5):\n    run(n{})\n"
+    said = answer(book, code.format("[]", ""))
+    assert "better, make it anew in each call (`None` as the default)" in said
+    assert ".detach().cpu()" not in said
+    assert "more allocated" not in answer(book, code.format("[]", ", []"))
+
+
+@pytest.mark.parametrize(("first", "is_part"), [("mib(8)[:4]", True), ("mib(8)", False)])
+def test_views_are_said_of_what_is_a_view(book: Notebook, first: str, is_part: bool) -> None:
+    loop = f"kept = []\nfor n in range(5):\n    kept.append({{'a': {first}, 'b': mib(8)[:4]}})\n"
+    assert ("Each is a view" in answer(book, loop)) is is_part
+
+
+def test_what_is_made_in_a_comprehension_is_told_by_its_line() -> None:
+    assert words_of_place("net.py", 3, "<listcomp>") == "net.py:3"
+    assert words_of_place("net.py", 3, "forward") == "net.py:3 forward"

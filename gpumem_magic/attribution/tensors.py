@@ -393,9 +393,9 @@ def common_path(paths: Iterable[str]) -> str:
 
 
 def words_of_place(file: str, line: int, function: str) -> str:
-    """``modeling_llama.py:244 forward``."""
+    """``modeling_llama.py:244 forward``; of what has no name of its own (a comprehension, a lambda), file and line."""
     name = cell_of(file) or os.path.basename(file.replace("\\", "/"))
-    return f"{name}:{line}" if function == "<module>" else f"{name}:{line} {function}"
+    return f"{name}:{line}" if function.startswith("<") else f"{name}:{line} {function}"
 
 
 def _first_line(point: Checkpoint) -> str:

@@ -33,7 +33,7 @@ from gpumem_magic.causes.places import (
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
 from gpumem_magic.owners.holders import ELEMENT, detach_words
-from gpumem_magic.owners.model import A_LEAF, THIS_ERROR, Held, Root, by_root, size_of
+from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -351,7 +351,12 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         # `reference_cycle` says more of it.
         return Cause("growth", "", "", left)
     if not found:
-        return Cause("growth", f"{text}.", "`%gpumem_who` shows what holds it.", left)
+        return Cause(
+            "growth",
+            f"{text}, and no name of the program was found that leads to it.",
+            "An array of objects (NumPy, pandas) or a library's own object may keep it, which Python does not look into.",
+            left,
+        )
     main = together([one for one in found if 10 * one.size >= found[0].size])
     if _is_trained_on(scene, iterations[-1], main[0]):
         return None
@@ -368,7 +373,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     return Cause(
         "growth",
         f"{text}: {holder} {told(main)}{at}.",
-        _less(scene, main[0]),
+        _less(scene, main),
         total,
     )
 
@@ -397,8 +402,9 @@ def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
     return any(reads.search(statement) for statement in between)
 
 
-def _less(scene: Scene, spot: Spot) -> str:
-    """What to do about a place that grows: what lets go of it now, and how it would not grow."""
+def _less(scene: Scene, main: Sequence[Spot]) -> str:
+    """What to do about places that grow, the largest first: what lets go of it now, and how it would not grow."""
+    spot = main[0]
     now = "" if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR else release(scene, spot)
     if spot.held[0].kind == "gradient":
         return f"{now}." if now else ""
@@ -416,15 +422,23 @@ def _less(scene: Scene, spot: Spot) -> str:
         )
     if advice_known(spot):
         return f"{now}."
-    parts = list(filter(is_part, spot.held))
+    held = [one for each in main for one in each.held]
+    parts = list(filter(is_part, held))
     # (The first ones of a sequence that grows are parts of little.)
-    if 10 * size_of(parts) >= 9 * spot.size:
-        seen = human(sum(one.seen for one in spot.held))
-        added_up = f"Each is a view ({seen} in all) that keeps the whole tensor it was taken from: add `.clone()`"
+    if 10 * size_of(parts) >= 9 * size_of(held):
+        seen = human(sum(one.seen for one in held))
+        what, whole = "is a view", "the whole tensor it was taken from"
+        if not all(one.viewed for one in parts):
+            what, whole = "is a small part", "all of the tensor it was made in"
+        added_up = f"Each {what} ({seen} in all) that keeps {whole}: add `.clone()`"
         return f"{added_up}; {now}." if now else f"{added_up}."
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
     if spot.held[0].kind == "optimizer_state":
         host = "keep one optimizer at a time"
+    if spot.place.startswith(DEFAULT_ARGUMENT):
+        host = "make it anew in each call (`None` as the default): a default is made once, with the function"
+    elif all(any(GENERATOR in station.bases for station in one.trail) for one in spot.held):
+        host = "let each generator come to its end, or `.close()` it: until then it keeps its local variables"
     hook = scene.program.hook_of(place) if (place := added(scene, spot)) is not None else None
     if hook is not None:
         host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"

@@ -193,7 +193,7 @@ class ProgramText:
         wanted = attribute or name
         for certain in (True, False):
             for one in self._mentioning(wanted):
-                own = [node for node in one.statements if _adds(node, wanted, certain)]
+                own = [node for node in one.statements if _adds(node, wanted, certain, of_object=bool(attribute))]
                 # A variable of the same name in somebody else's function is another one.
                 if function and not attribute:
                     own = [node for node in own if one.belongs(node, name, function)] if certain else []
@@ -357,8 +357,9 @@ def _mentions_key(node: ast.stmt, wanted: str, key: str) -> bool:
     )
 
 
-def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:
-    """Whether a statement puts something into a container of this name; or, less certain, gives the name a value."""
+def _adds(node: ast.stmt, wanted: str, certain: bool, of_object: bool) -> bool:
+    """Whether a statement puts something into a container of this name; or, less certain, gives the name a value. of_object: it
+    is an attribute's, and a variable of the same name is another one."""
     for inner in ast.walk(node):
         if isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
             if inner.func.attr in _ADDING and _last(inner.func.value) == wanted:
@@ -381,7 +382,8 @@ def _adds(node: ast.stmt, wanted: str, certain: bool) -> bool:
             )
             # (``pool = pool[::2]`` puts nothing in.)
             takes_out = isinstance(node.value, ast.Subscript) and _last(node.value) == wanted
-            if (mentions and not takes_out) or (not certain and not _is_empty(node.value)):
+            gives = not certain and not _is_empty(node.value) and not (of_object and isinstance(one, ast.Name))
+            if (mentions and not takes_out) or gives:
                 return True
     return False
 

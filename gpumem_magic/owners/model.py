@@ -26,7 +26,7 @@ ON_CTX = ": ctx"
 # In a graph, a leaf that has no name any more, and its gradient.
 A_LEAF = ": a parameter"
 # Among a station's bases.
-ERROR, TRACEBACK = "builtins.BaseException", "builtins.traceback"
+ERROR, TRACEBACK, GENERATOR = "builtins.BaseException", "builtins.traceback", "builtins.generator"
 
 
 @dataclass(frozen=True)

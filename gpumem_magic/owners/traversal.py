@@ -8,6 +8,7 @@ everywhere.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +61,8 @@ _CLOSED = (
     types.MethodDescriptorType,
     types.GetSetDescriptorType,
 )
+# Of `logging`, what a program hands on to it is kept in these; a logger (`_logger`) leads to all others.
+_LOGGED = (logging.LogRecord, logging.Handler, logging.LoggerAdapter)
 _PACKAGES = ("site-packages", "dist-packages")
 
 Locate = Callable[[Any], "tuple[int, int] | None"]
@@ -253,7 +256,9 @@ class Traversal:
             expand = _frame
         elif issubclass(kind, type):
             expand = _class
-        elif issubclass(kind, _CLOSED) or _package(kind) in MACHINERY:
+        elif issubclass(kind, logging.Logger):
+            expand = _logger
+        elif issubclass(kind, _CLOSED) or (_package(kind) in MACHINERY and not issubclass(kind, _LOGGED)):
             expand = None
         elif autograd.is_node_type(kind):
             expand = self._node
@@ -311,6 +316,11 @@ def _class(_number: int, kind: type) -> Iterable[Any]:
 
 def _function(_number: int, function: types.FunctionType) -> Iterable[Any]:
     return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
+
+
+def _logger(_number: int, logger: logging.Logger) -> Iterable[Any]:
+    own = attributes(logger)
+    return [one for name in ("handlers", "filters") if (one := own.get(name)) is not None]
 
 
 def _frame(_number: int, frame: types.FrameType) -> Iterable[Any]:
