@@ -85,6 +85,8 @@ def test_those_that_differ_from_the_one_before_have_other_tiles() -> None:
     assert cub(TOOLKIT_12_4, HOPPER).differing(COUNT, 4) == states(384 * 17, 8)
     assert cub(THREE, BLACKWELL).differing(COUNT, 4) == states(384 * 15, 8) + 256
     assert cub(THREE, BLACKWELL).differing(COUNT, 8) == states(384 * 11, 8) + 256
+    # A class, which no policy is for.
+    assert cub(THREE, HOPPER).differing(COUNT, 2, is_number=False) == states(128 * 10, 8) + 256
 
 
 def test_the_first_of_each_key() -> None:
@@ -141,6 +143,14 @@ def test_fewer_bits_are_fewer_passes_and_one_needs_no_copy() -> None:
     # 19 items of four bytes for each of 256 threads are sorted at once.
     assert cub(THREE, AMPERE).radix_sort(256 * 9, 8, 8) == 1
     assert cub(THREE, AMPERE).radix_sort(256 * 19 + 1, 4, 0) > 1
+
+
+def test_floats_alone_have_an_item_less_on_hopper() -> None:
+    assert cub(THREE, HOPPER).radix_sort(1_000_000, 4, 0) == sorted_in(384 * 19, 4, 4, 0)
+    assert cub(THREE, HOPPER).radix_sort(1_000_000, 4, 0, floats=True) == sorted_in(384 * 18, 4, 4, 0)
+    # With values they have as many, and before Hopper, too.
+    assert cub(THREE, HOPPER).radix_sort(1_000_000, 4, 8, floats=True) == cub(THREE, HOPPER).radix_sort(1_000_000, 4, 8)
+    assert cub(THREE, AMPERE).radix_sort(1_000_000, 4, 0, floats=True) == cub(THREE, AMPERE).radix_sort(1_000_000, 4, 0)
 
 
 def test_small_keys_are_counted_in_a_table_before_hopper() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asked_for import events, made
+from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.units import MIB
@@ -39,6 +40,27 @@ def test_dropout_keeps_one_byte_an_element_for_its_mask() -> None:
     y.sum().backward()
     assert x.grad is not None
     assert x.grad.shape == x.shape
+
+
+def test_under_vmap_dropout_has_one_byte_an_element_for_its_mask_too() -> None:
+    models, of_host = torch.ones(8, 32, 128, device="cuda", requires_grad=True), torch.ones(8, 400)
+    each = models.nbytes
+
+    def dropped(one: torch.Tensor) -> torch.Tensor:
+        return F.dropout(one, 0.1)
+
+    # The mask, and the result; one mask for all is made as the input is.
+    assert made(lambda: vmap(dropped, randomness="different")(models)) == [each // 4, each]
+    assert made(lambda: vmap(dropped, randomness="same")(models)) == [each, each // 8, each]
+    # Gradients inside and outside of it.
+    inside = vmap(grad(lambda one: dropped(one).sum()), randomness="different")
+    assert made(lambda: inside(models.detach()))[:2] == [each // 4, each]
+    # The host's tensors are dropped by the host, with and without a device turned on.
+    torch.manual_seed(0)
+    here = vmap(dropped, randomness="different")(of_host)
+    gpu.turn_off()
+    torch.manual_seed(0)
+    assert torch.equal(vmap(dropped, randomness="different")(of_host), here)
 
 
 @pytest.mark.parametrize(("p", "train"), [(0.0, True), (0.5, False)])

@@ -38,6 +38,22 @@ def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
     return _aten.native_dropout.default(input, p, train)[0]  # type: ignore[no-any-return]
 
 
+def dropout_of_a_batch(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """Likewise under `vmap`, which has a rule for that kernel (`native_dropout_batching_rule` in ``BatchRulesRandomness.cpp``).
+    For the host's tensors the operator is taken apart."""
+    if isinstance(_inside(input), VirtualTensor):
+        return dropout(input, p, train)
+    usual = torch._C.DispatchKey.CompositeImplicitAutograd
+    return _aten.dropout.default._op_dk(usual, input, p, train)  # type: ignore[no-any-return]
+
+
+def _inside(tensor: torch.Tensor) -> torch.Tensor:
+    """What is in the wrappers of `torch.func`. (2.9 to 2.13)"""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def softmax(input: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
     """float16 scores with a float32 result: converted by the kernel itself."""
     return _normalised(_aten._softmax.default, input, dim, dtype)
@@ -444,6 +460,7 @@ if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
 def install(patches: Patches) -> None:
     """Replaces the operators for tensors of the virtual devices."""
     patches.kernels("AutogradCUDA", (_WAYS | _KERNELS).items())
+    patches.kernels("FuncTorchDynamicLayerFrontMode", [(_aten.dropout.default, dropout_of_a_batch)])
     # For traces of compilers, which take an operator without a kernel of CUDA's apart.
     patches.kernels("CUDA", _KERNELS.items())
 

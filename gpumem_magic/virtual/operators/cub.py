@@ -108,9 +108,9 @@ class Cub(NamedTuple):
         """Those of `count` elements whose flag is set."""
         return self._selected(count, item, _FLAGGED)
 
-    def differing(self, count: int, item: int) -> int:
-        """Those of `count` elements that differ from the one before."""
-        return self._selected(count, item, _DIFFERING)
+    def differing(self, count: int, item: int, is_number: bool = True) -> int:
+        """Those of `count` elements that differ from the one before. For classes, as half precision is, none is tuned."""
+        return self._selected(count, item, _DIFFERING if is_number else {})
 
     def _selected(self, count: int, item: int, policies: dict[int, dict[int, tuple[int, int]]]) -> int:
         threads, items = policies.get(self._tuned_for, {}).get(item) or (128, min(10, max(1, 40 // item)))
@@ -185,12 +185,15 @@ class Cub(NamedTuple):
         copies = sum(round_up(count * item, _ALIGNED_BY_THRUST) for item in (key, value))
         return copies + self.radix_sort(count, key, value, copied=False)
 
-    def radix_sort(self, count: int, key: int, value: int, bits: int | None = None, copied: bool = True) -> int:
+    def radix_sort(
+        self, count: int, key: int, value: int, bits: int | None = None, copied: bool = True, floats: bool = False
+    ) -> int:
         """Keys with a value of `value` bytes each (0: without), by their lowest `bits`.
 
         Few are sorted in one tile, for which PyTorch asks for one byte. More take a histogram of eight-byte numbers for each pass
         over eight bits, one of four-byte numbers for each tile, a counter for each pass, and with several passes a second copy of
-        all. Small keys are counted by passes over fewer bits before 9.0, in a table for each block that runs at a time.
+        all. Small keys are counted by passes over fewer bits before 9.0, in a table for each block that runs at a time. floats:
+        whether the keys are `float`, which alone take an item less on 9.0 (`FLOAT_KEYS` in ``dispatch_radix_sort.cuh``).
         """
         widest = max(key, value)
         if count <= _ONE_TILE * max(1, _NOMINAL_ONE * 4 // max(4, widest)):
@@ -200,20 +203,20 @@ class Cub(NamedTuple):
         if key < 4 and not newest:
             return blob(self._table_of_counts(key), *copies)
         passes = _parts(8 * key if bits is None else bits, _DIGITS_AT_ONCE)
-        threads, items = self._sorting(key, value, newest)
+        threads, items = self._sorting(key, value, newest, floats)
         items = max(1, items * 4 // max(4, widest))
         # What is sorted lies in 48 KiB of shared memory.
         threads = min(threads, (49152 // (max(4, widest) * items) + 31) // 32 * 32)
         tiles = _parts(count, threads * items)
         return blob(passes * 256 * _OFFSET, tiles * 1024, *(copies if passes > 1 else ()), passes * 4)
 
-    def _sorting(self, key: int, value: int, newest: bool) -> tuple[int, int]:
+    def _sorting(self, key: int, value: int, newest: bool, floats: bool) -> tuple[int, int]:
         """Threads, and items of four bytes."""
         if newest:
             if key < 4:
                 return _SMALL_KEYS[key, 8 if value else 0]
             if key == 4:
-                return 384, 19 if not value else 17 if value < 8 else 29
+                return 384, 19 - floats if not value else 17 if value < 8 else 29
             return 384, 24 if value == 8 else 30
         if self.capability >= (8, 0):
             return 384, 17 if key == 4 and value else 21

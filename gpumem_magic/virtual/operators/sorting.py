@@ -157,7 +157,7 @@ def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: b
     count, item = source.numel(), source.element_size()
     most = engine.selected("unique", count)
     counted, inverted = bool(flags.get("return_counts")), bool(flags.get("return_inverse"))
-    if source.dtype == torch.bool and count:
+    if source.dtype == torch.bool and count and not is_sorted:
         return _distinct_flags(engine, device, source, most, inverted, counted)
     cub, listed = cub_of(engine, device), count * _INDEX
     inverse = None
@@ -171,7 +171,9 @@ def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: b
                 if inverted:
                     places.enter_context(engine.scratch(device, listed))
                     held.enter_context(engine.scratch(device, listed))
-                with engine.scratch(device, cub.radix_sort(count, item, _INDEX if inverted else 0) if count else 0):
+                floats = source.dtype == torch.float32
+                sorting = cub.radix_sort(count, item, _INDEX if inverted else 0, floats=floats) if count else 0
+                with engine.scratch(device, sorting):
                     pass
         if inverted:
             inverse = _placed(engine, tuple(source.shape), torch.int64, device)
@@ -181,7 +183,8 @@ def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: b
         found = _placed(engine, (count,), source.dtype, device)
         with engine.scratch(device, _INDEX):
             counts = _placed(engine, (count if counted else 0,), torch.int64, device)
-            with engine.scratch(device, cub.runs(count) if counted else cub.differing(count, item)):
+            is_number = source.dtype not in HALF
+            with engine.scratch(device, cub.runs(count) if counted else cub.differing(count, item, is_number)):
                 pass
     found.resize_((most,))
     counts.resize_((most if counted else 0,))
