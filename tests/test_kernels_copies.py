@@ -584,6 +584,17 @@ def test_shares_are_divided_by_their_sums() -> None:
     ]
 
 
+def test_the_place_of_the_largest_of_all_wants_them_in_one_row() -> None:
+    x = torch.zeros(30, 20, 10, device="cuda")
+    for place in (torch.argmax, torch.argmin):
+        assert made(lambda place=place: place(x)) == [8]
+        # Every second one lies at equal distances; what is turned, or a part of each row, does not.
+        assert made(lambda place=place: place(x[..., ::2])) == [8]
+        assert made(lambda place=place: place(x.mT)) == [8, x.nbytes]
+        assert made(lambda place=place: place(x[:, :7])) == [8, 30 * 7 * 10 * 4]
+        assert made(lambda place=place: place(x.mT, 1)) == [30 * 20 * 8]
+
+
 @pytest.mark.parametrize(("work", "results"), [(torch.max, [4]), (torch.min, [4]), (torch.aminmax, [4, 4])])
 def test_the_largest_of_all_is_looked_for_in_a_plain_copy(work: Any, results: list[int]) -> None:
     x = torch.zeros(100, 20, device="cuda")

@@ -572,3 +572,47 @@ def test_places_of_one_are_looked_for_among_those_of_the_other(h100: None) -> No
 def test_a_product_in_half_precision_with_a_vector_is_computed(h100: None) -> None:
     rows, vector = (torch.eye(4, device="cuda") * 2).half().to_sparse_csr(), torch.ones(4, device="cuda").half()
     assert torch.equal((rows @ vector).cpu(), torch.full((4,), 2.0).half())
+
+
+def test_elements_of_a_row_are_pools_of_a_softmax(h100: None) -> None:
+    a = half_full().to_sparse()
+    elements, rows = a._nnz(), 3
+    values, listed = elements * 4, elements * 8
+    sort, count, scan = 255 + 256 * 2, 1535, 1279
+    # The result; the strides of the dimensions, and each element's number by them. Then their order, how many each row has,
+    # where it begins in that order, and its largest value.
+    pools = [16, listed, listed, sort, listed, count, rows * 8, scan]
+    assert made(lambda: torch.sparse.softmax(a, 1)) == [values, 2 * listed, *pools, rows * 4]
+    expected = torch.sparse.softmax(a.cpu(), 1).to_dense()
+    assert torch.allclose(torch.sparse.softmax(a, 1).to_dense().cpu(), expected)
+    assert made(lambda: torch.sparse.log_softmax(a, 0))[-1] == 4 * 4
+    # A row without elements is no pool.
+    b = torch.tensor([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0]]).cuda().to_sparse()
+    assert made(lambda: torch.sparse.softmax(b, 1))[-1] == 2 * 4
+    # Of its gradient no largest values are needed; both its elements and those of the result have numbers.
+    weights = a.clone().requires_grad_()
+    result = torch.sparse.softmax(weights, 1)
+    gradient = torch.sparse_coo_tensor(a.indices(), torch.ones(elements, device="cuda"), a.shape).coalesce()
+    asked = made(lambda: torch.autograd.grad(result, weights, gradient, retain_graph=True))
+    assert asked == [values, 2 * listed, 16, listed, 16, listed, listed, *pools]
+
+
+def test_where_places_are_not_known_a_softmax_has_as_many_pools_as_rows() -> None:
+    edges = torch.stack([torch.arange(5000, device="cuda") % 100, torch.arange(5000, device="cuda") % 77])
+    a = torch.sparse_coo_tensor(edges, torch.ones(5000, 4, device="cuda"), (100, 77, 4)).coalesce()
+    assert made(lambda: torch.sparse.softmax(a, 1))[-1] == 100 * 4 * 4
+    # Along a dimension of the values these are normalised, beside room for them.
+    along = made(lambda: torch.sparse.softmax(a, 2))
+    assert along == [a.values().nbytes, a.indices().nbytes, a.values().nbytes]
+
+
+def test_attention_over_edges_trains(h100: None) -> None:
+    on_host = half_full().cpu().to_sparse().requires_grad_()
+    on_device = half_full().to_sparse().requires_grad_()
+    for edges in (on_host, on_device):
+        torch.sparse.mm(
+            torch.sparse.softmax(edges, 1), torch.arange(8.0, device=edges.device).view(4, 2)
+        ).sum().backward()
+    assert on_device.grad is not None
+    assert on_host.grad is not None
+    assert torch.allclose(on_device.grad.to_dense().cpu(), on_host.grad.to_dense())

@@ -34,6 +34,7 @@ import gpumem_magic.virtual.operators.semi_structured
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting
 import gpumem_magic.virtual.operators.sparse
+import gpumem_magic.virtual.operators.sparse_softmax
 import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register their handlers with the engine
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text

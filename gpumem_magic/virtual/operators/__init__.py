@@ -6,8 +6,9 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
   that depend on values), `checks` (comparisons);
 * memory beside the results: `copies` (into another layout), `sorting`, `scattering` and `positions` (masks) with `cub`,
   `reductions`, `convolutions` with `cudnn`, `ctc`, `norms`, `attention_gradients`, `cudnn_attention`, `made_of_others`,
-  `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `sparse_products`, `compressed` and `compressing`
-  with `cusparse`, `fake_quantisation`, `temporaries` (the rest); what is added in place: `gradients_that_meet`;
+  `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `sparse_products`, `sparse_softmax`,
+  `compressed` and `compressing` with `cusparse`, `fake_quantisation`, `temporaries` (the rest); what is added in place:
+  `gradients_that_meet`;
 * operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
   `written_gradients`, `own_formulas` with `reflections`;
   what older versions keep: `kept_inputs`;

@@ -132,12 +132,11 @@ def _by_a_number(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     return join(places, func(old.values, *args[1:], **kwargs), args[0].shape, args[0].is_coalesced())
 
 
-@_sparse(*overloads("clone _sparse_softmax _sparse_log_softmax"))
+@_sparse(_aten.clone.default)
 def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The values first: C++ copies both in one call, whose last argument is made first (`copy_into_sparse`)."""
     old = parts(engine, args[0])
-    stolen = func is _aten.clone.default and may_be_stolen(args)
-    if stolen and old.indices.is_contiguous() and old.values.is_contiguous():
+    if may_be_stolen(args) and old.indices.is_contiguous() and old.values.is_contiguous():
         return join(old.indices, old.values, args[0].shape, args[0].is_coalesced())
     values = empty_like(engine, old.values, device)
     return join(empty_like(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
@@ -303,6 +302,11 @@ def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     return join(indices, values, source.shape, True)
 
 
+def coalesced(engine: Engine, tensor: Any, device: int) -> Any:
+    """The tensor, or another with its elements in order."""
+    return tensor if tensor.is_coalesced() else _coalesce(engine, _aten._coalesce.default, (tensor,), {}, device)
+
+
 @_sparse(_aten.cat.default)
 def _cat(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     tensors, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
@@ -446,7 +450,7 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
     """
     added = None if adds else _dense(engine, shape, left.dtype, device)
     result = _dense(engine, shape, left.dtype, device)
-    ordered = left if left.is_coalesced() else _coalesce(engine, _aten._coalesce.default, (left,), {}, device)
+    ordered = coalesced(engine, left, device)
     elements = parts(engine, ordered).elements
     # Rows in compressed form, from numbers of 32 bits; columns likewise; and the result by columns.
     with engine.scratch(device, 4 * (left.shape[0] + 1)):
