@@ -26,7 +26,7 @@ from gpumem_magic.advice.changes.precision import autocast
 from gpumem_magic.advice.draft import CellDraft, Unchangeable
 from gpumem_magic.advice.evidence import Evidence, NamedModule
 from gpumem_magic.advice.proposal import ROUNDING, SAME
-from gpumem_magic.advice.trial import MOST_ITERATIONS
+from gpumem_magic.advice.trial import MOST_ITERATIONS, CellTrials
 from gpumem_magic.units import human
 
 LOOP = """
@@ -410,6 +410,32 @@ def test_what_takes_too_long_is_ended_and_named_and_what_was_not_begun_too(monke
         found = book.shell.user_ns.pop("advice")
         assert "fused=True, foreach=False" in str(found).partition("Not begun any more, for want of time")[2]
         assert not found.found.outcomes
+
+
+def test_after_an_interrupt_what_was_run_by_then_is_said_and_the_interrupt_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = CellTrials.run
+
+    def interrupted(self: CellTrials, code: str, *given: Any, **more: Any) -> Any:
+        if "foreach=False" in code:
+            raise KeyboardInterrupt
+        return run(self, code, *given, **more)
+
+    monkeypatch.setattr(CellTrials, "run", interrupted)
+    with notebook(SMALL) as book:
+        said = book.cell("%%gpumem --advise -o advice\n" + GROWING.replace("range(60)", "range(4)"))
+        advice = book.shell.user_ns.pop("advice")
+    assert said.strip().endswith(
+        "KeyboardInterrupt: the other trials were ended. Nothing of the cell ran in the notebook."
+    )
+    found = advice.found
+    assert found.outcomes
+    assert found.best in found.outcomes
+    assert "foreach=False" in found.left_out
+    assert not {one.name for one in found.outcomes} & {*found.left_out}
+    assert str(advice).splitlines()[-1].startswith("Stopped by Ctrl-C before these were run to their ends: ")
+    assert "for want of time" not in str(advice)
 
 
 def test_what_leaves_the_card_as_it_was_is_said_of_the_tensors() -> None:

@@ -51,6 +51,22 @@ def test_what_a_logger_says_in_a_trial_is_not_shown(tmp_path: Path, monkeypatch:
     assert (tmp_path / "page").read_text() == "in the notebook\n"
 
 
+def test_what_is_displayed_in_a_trial_reaches_no_page_and_no_log(
+    book: Notebook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Session:
+        sent = 0
+
+        def send(self, *message: object) -> int:
+            self.sent += 1
+            return self.sent
+
+    kernel = type("Kernel", (), {"session": Session()})()
+    monkeypatch.setattr(type(book.shell), "kernel", kernel, raising=False)
+    assert in_a_fork(lambda: [kernel.session.send("a picture"), kernel.session.sent]) == [None, 0]
+    assert kernel.session.send("a picture") == 1
+
+
 def test_a_process_that_dies_is_one_line_and_leaves_nothing() -> None:
     with pytest.raises(NoTrial, match="was ended by SIGSEGV"):
         in_a_fork(lambda: os.kill(os.getpid(), signal.SIGSEGV))
@@ -116,7 +132,9 @@ time.sleep(1000)
 """
     with interrupted_once(note):
         said = book.cell(f"%%gpumem {flags} -q -o answer\n{cell}")
-    assert "KeyboardInterrupt" in said
+    assert said.strip().endswith("KeyboardInterrupt: the trials were ended. Nothing of the cell ran in the notebook.")
+    assert "Traceback" not in said
+    assert "gpumem_magic" not in said
     deadline = time.monotonic() + 300
     while is_running(int(note.read_text())):
         assert time.monotonic() < deadline, "the trial's own process still runs"

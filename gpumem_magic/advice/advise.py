@@ -63,7 +63,8 @@ class ChangeOutcome:
 @dataclass(frozen=True)
 class Advised:
     """base: the cell as it is. outcomes: each change by itself, in the order in which they ran. best: the set that is advised,
-    None where nothing helps. too_long: changes that were ended after `seconds`. left_out: those that were not begun any more."""
+    None where nothing helps. too_long: changes that were ended after `seconds`. left_out: those that were not begun any more, or,
+    where it was stopped by Ctrl-C, not run to their ends."""
 
     device: str
     base: ChangeOutcome
@@ -73,6 +74,7 @@ class Advised:
     too_long: tuple[str, ...] = ()
     seconds: float = 0
     left_out: tuple[str, ...] = ()
+    stopped: bool = False
 
 
 class CellFails(ValueError):
@@ -100,18 +102,29 @@ class _AdviceSearch:
         base, seen = self._base()
         self.base = base
         wanted = proposals(seen, self.code)
-        outcomes, left_out = [], []
-        for place, one in enumerate(wanted, 1):
-            self._place = f" (change {place} of {len(wanted)})"
-            if self._left < 0:
-                left_out.append(one.name)
-            elif (outcome := self._outcome([one])) is not None:
-                outcomes.append(outcome)
-        self._place = " (together)"
-        best = self._best(outcomes)
+        outcomes: list[ChangeOutcome] = []
+        left_out = [one.name for one in wanted]
+        stopped = False
+        try:
+            for place, one in enumerate(wanted, 1):
+                self._place = f" (change {place} of {len(wanted)})"
+                if self._left < 0:
+                    break
+                outcome = self._outcome([one])
+                left_out.remove(one.name)
+                if outcome is not None:
+                    outcomes.append(outcome)
+            self._place = " (together)"
+            best = self._best(outcomes)
+        except KeyboardInterrupt:
+            if not outcomes:
+                raise
+            # What was run by then says something, and nothing more is run for it.
+            stopped, self._left = True, -1
+            best = self._best(outcomes)
         return Advised(
             self.trials.device, base, tuple(outcomes), best, tuple(self.tried), tuple(self._too_long), self._seconds or 0,
-            tuple(left_out),
+            tuple(left_out), stopped,
         )  # fmt: skip
 
     def _run(self, name: str, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:

@@ -226,8 +226,10 @@ class Advice:
         )
         if self.found.too_long:
             yield f"Ended after {self.found.seconds:.0f} s, before it could say anything: {', '.join(self.found.too_long)}."
-        if self.found.left_out:
-            names = ", ".join(self.found.left_out)
+        names = ", ".join(self.found.left_out)
+        if self.found.stopped:
+            yield f"Stopped by Ctrl-C before these were run to their ends: {names or 'several changes together'}."
+        elif names:
             yield f"Not begun any more, for want of time (`%gpumem_advise --minutes N` gives it): {names}."
 
     # ---- numbers

@@ -14,6 +14,7 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook.giving import give
+from gpumem_magic.notebook.stopping import Stopped, stopped_in_a_line
 from gpumem_magic.recording.cell import PreparedCell, prepare
 from gpumem_magic.views.progress_line import ProgressLine
 
@@ -60,11 +61,11 @@ def advise(
         devices = [cards.usual()] if options.device is None else cards.names_of(options.device)
         if len(devices) > 1:
             raise DeviceError("advice is for one card")
-        found = Advice(
-            advised(CellTrials(shell, devices[0], lines_above), python, line, minutes),
-            partial(_as_typed, _lines_typed(cell)),
-        )
-        give(shell, found, options, line)
+        with stopped_in_a_line():
+            found = advised(CellTrials(shell, devices[0], lines_above), python, line, minutes)
+        give(shell, Advice(found, partial(_as_typed, _lines_typed(cell))), options, line)
+        if found.stopped:
+            raise Stopped("the other trials were ended. Nothing of the cell ran in the notebook.")
     except (DeviceError, CellFails) as error:
         raise UsageError(f"{magic}: {error}") from None
     finally:

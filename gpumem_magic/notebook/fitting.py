@@ -15,6 +15,7 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook.giving import give
+from gpumem_magic.notebook.stopping import stopped_in_a_line
 from gpumem_magic.recording.cell import PreparedCell
 from gpumem_magic.views.progress_line import ProgressLine
 
@@ -33,7 +34,8 @@ def fit(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
     try:
         devices = options.on or options.device
         chosen = None if devices is None else cards.names_of(devices)
-        found = largest(CellProgram(shell, cell), options.fit, chosen, subject="cell", say=line)
+        with stopped_in_a_line():
+            found = largest(CellProgram(shell, cell), options.fit, chosen, subject="cell", say=line)
         give(shell, found, options, line)
     except DeviceError as error:
         raise UsageError(f"%%gpumem --fit: {error}") from None
@@ -47,7 +49,8 @@ def compare_compiled(shell: Any, cell: PreparedCell, options: argparse.Namespace
     from gpumem_magic.trials.programs import CellProgram
 
     try:
-        found = compare(CellProgram(shell, cell), options.device)
+        with stopped_in_a_line():
+            found = compare(CellProgram(shell, cell), options.device)
     except DeviceError as error:
         raise UsageError(f"%%gpumem --compare: {error}") from None
     give(shell, found, options)
@@ -67,26 +70,35 @@ def offer(cell: PreparedCell, namespace: Mapping[str, Any]) -> str:
         return ""
     if cell.needs_await:
         return ""
-    name = _worth_varying(cell, namespace)
+    name, value = _worth_varying(cell, namespace)
     if not name:
         return "gpumem: `%%gpumem --advise` above this cell says what would make it fit, by trials in processes of their own."
     return (
-        f"gpumem: `%%gpumem --fit {name}=1..{namespace[name]}` above this cell says how large {name} may be, "
+        f"gpumem: `%%gpumem --fit {name}=1..{value}` above this cell says how large {name} may be, "
         "`%%gpumem --advise` what would make it fit, by trials in processes of their own."
     )
 
 
-def _worth_varying(cell: PreparedCell, namespace: Mapping[str, Any]) -> str:
-    """The name of a number that is likely the size of something; "" for none."""
+def _worth_varying(cell: PreparedCell, namespace: Mapping[str, Any]) -> tuple[str, int]:
+    """The name of a number that is likely the size of something, and the number; "" for none.
+
+    A variable, or else an argument or the like that the cell gives a batch's size: what models are made of are sizes, too.
+    """
     from gpumem_magic.recording.cell import names_in
+    from gpumem_magic.trials.given_numbers import given_numbers
     from gpumem_magic.trials.values import VaryError, with_values
 
+    names = names_in(cell.python)
     found = []
-    for name in names_in(cell.python):
+    for name in names:
         value = namespace.get(name)
         if type(value) is not int or value < _LEAST or name.startswith("_") or not _LIKELY.search(name):
             continue
         with suppress(VaryError):
             with_values(cell.tree, {name: value})
-            found.append(name)
-    return min(found, key=lambda one: ("batch" not in one.lower(), one), default="")
+            found.append((name, value))
+    for one in given_numbers(cell.tree):
+        if "batch" in one.name.lower() and one.name.isidentifier() and one.name not in names and one.value >= _LEAST:
+            found.append((one.name, one.value))
+            break
+    return min(found, key=lambda one: ("batch" not in one[0].lower(), one[0]), default=("", 0))

@@ -12,6 +12,7 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.notebook.giving import give_report
+from gpumem_magic.notebook.stopping import stopped_in_a_line
 from gpumem_magic.recording.cell import PreparedCell
 from gpumem_magic.session.recording import remember
 
@@ -33,7 +34,8 @@ def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
         )
     how = CellFlags(not options.no_lines, options.max_iterations, options.until_repeat)
     try:
-        report, printed = report_of_ranks(shell, cell, options.ranks, options.as_ranks, options.device, how)
+        with stopped_in_a_line():
+            report, printed = report_of_ranks(shell, cell, options.ranks, options.as_ranks, options.device, how)
     except (DeviceError, ValueError) as error:
         raise UsageError(f"%%gpumem --ranks: {error}") from None
     remember(report)

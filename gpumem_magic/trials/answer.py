@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 # So many values are named.
 _FEW = 3
+_NOWHERE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
 class Fits:
@@ -27,11 +29,20 @@ class Fits:
     ``fits.largest`` is the largest value, or a dictionary of them by card, by the second name's value, or by both.
     """
 
-    def __init__(self, name: str, across: str | None, cases: Sequence[FitCase], subject: str = "cell") -> None:
+    def __init__(
+        self,
+        name: str,
+        across: str | None,
+        cases: Sequence[FitCase],
+        subject: str = "cell",
+        places: Mapping[str, Sequence[int]] = _NOWHERE,
+    ) -> None:
         self.name = name
         self.across = across
         self.cases = tuple(cases)
         self._subject = subject
+        # The lines at which a name that is no variable is given its values.
+        self._places = places
 
     @property
     def largest(self) -> Any:
@@ -82,14 +93,14 @@ class Fits:
     def _sheet(self) -> Sheet:
         if len(self.cases) == 1:
             (case,) = self.cases
-            return Sheet("\n".join([self._answer(case), *self._growth(case), *self._run(case)]))
+            return Sheet("\n".join([self._answer(case), *self._growth(case), *self._run(case), *self._given()]))
         rows = [self._heads(), *(self._row(case) for case in self.cases)]
         figures = range(self._cards > 1, len(rows[0]) - 1)
         bent = next((case for case in reversed(self.cases) if case.growth is not None and case.growth.bent), None)
         head = [self._summary(), *(() if bent is None else self._bent(bent, f"{self._place(bent).capitalize()}, the "))]
         if all(case.found.is_constant for case in self.cases):
             head.append(self._nothing_grows())
-        return Sheet("\n".join(head), rows, figures=figures, after="\n".join(self._run_of_all()))
+        return Sheet("\n".join(head), rows, figures=figures, after="\n".join([*self._run_of_all(), *self._given()]))
 
     @property
     def _cards(self) -> int:
@@ -171,6 +182,14 @@ class Fits:
                 f"gets it so where you give it once behind ` -- `: `-- {given}`."
             )
         return said
+
+    def _given(self) -> Iterator[str]:
+        """Where one value went to several places, of which perhaps not all were meant."""
+        for name, lines in self._places.items():
+            if len(lines) > 1:
+                at = [f"{line}" for line in dict.fromkeys(lines)]
+                where = f"line{'s' * (len(at) > 1)} {listed(at)}"
+                yield f"`{name}` is given a number in {len(lines)} places ({where}): all of them had the same value."
 
     def _bent(self, case: FitCase, lead: str = "The ") -> Iterator[str]:
         for bent in () if case.growth is None else case.growth.bent:

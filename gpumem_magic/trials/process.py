@@ -26,6 +26,7 @@ from typing import IO, Any, NoReturn
 
 from gpumem_magic.devices import machines
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.looks.shell import running_shell
 from gpumem_magic.own_folders import own_folder
 from gpumem_magic.trials.ending import end_all, end_what_it_started, keep_below
 from gpumem_magic.trials.loaders import leave_workers
@@ -354,6 +355,10 @@ def _be_alone(folder: Path) -> None:
         with suppress(AttributeError, TypeError):
             object.__setattr__(stream, "write", now.write)
     builtins.input = _nobody_answers
+    # Nor does what is displayed reach the page: a kernel's log would have each message in full.
+    session = getattr(getattr(running_shell(), "kernel", None), "session", None)
+    if session is not None:
+        session.send = _nobody_hears
     tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
     # The threads of OpenMP and MKL did not come along.
     torch.set_num_threads(1)
@@ -370,6 +375,10 @@ def last_words() -> str:
     ):
         return next((line.strip() for line in reversed(file.readlines()) if line.strip()), "")
     return ""
+
+
+def _nobody_hears(*message: object, **more: object) -> None:
+    pass
 
 
 def _nobody_answers(prompt: object = "") -> str:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gpumem_magic.recording.cell import CellRun, PreparedCell
+from gpumem_magic.recording.cell import CellRun, PreparedCell, names_in
 from gpumem_magic.recording.model import Failed
 from gpumem_magic.recording.script import ScriptRun, as_main, main_of
 from gpumem_magic.trials.before_values import untouched
 from gpumem_magic.trials.counting import own_functions
+from gpumem_magic.trials.given_numbers import given_numbers, variable_of, with_variables
 from gpumem_magic.trials.libraries import import_ahead
-from gpumem_magic.trials.values import VaryError, mentions, usual_value, with_values
+from gpumem_magic.trials.values import VaryError, usual_value, with_values
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
@@ -73,6 +74,9 @@ class Variable(Subject, Protocol):
     def usual(self, name: str) -> int | None:
         """The value that the name has by itself, where that is known."""
 
+    def places(self, name: str) -> Sequence[int]:
+        """The lines at which the name is given its values, where it is no variable."""
+
 
 class CellProgram:
     """A notebook's cell."""
@@ -84,29 +88,51 @@ class CellProgram:
         self._cell = cell
 
     def check(self, names: Sequence[str]) -> None:
-        """A name has to be assigned or read, by the cell or by a function that it calls."""
-        assigned = with_values(self._cell.tree, dict.fromkeys(names, 0))[1]
+        """A name has to be assigned or read, by the cell or by a function that it calls, or given a number in it."""
+        known = {*with_values(self._cell.tree, dict.fromkeys(names, 0))[1], *self._read(), *self._given(names)}
         for name in names:
-            if name not in assigned and not mentions(self._cell.tree, name) and name not in self._shell.user_ns:
-                raise VaryError(f"the cell neither assigns nor reads `{name}`")
+            if name not in known and name not in self._shell.user_ns:
+                raise VaryError(
+                    f"the cell neither assigns nor reads `{name}`, and gives no argument of this name a number"
+                )
+
+    def _read(self) -> frozenset[str]:
+        return names_in(self._cell.python)
+
+    def _given(self, names: Sequence[str]) -> frozenset[str]:
+        """Those that are no variables of the cell, but arguments, fields or the like that it gives numbers."""
+        return frozenset(names).intersection(one.name for one in given_numbers(self._cell.tree)) - self._read()
 
     def usual(self, name: str) -> int | None:
         return usual_value(self._cell.tree, name, self._shell.user_ns)
 
+    def places(self, name: str) -> Sequence[int]:
+        is_given = name in self._given([name])
+        return [one.line for one in given_numbers(self._cell.tree) if is_given and one.name == name]
+
     def prepared(self, values: Mapping[str, int]) -> _RunningCell:
-        tree, assigned = with_values(self._cell.tree, values)
-        self._shell.user_ns.update({name: value for name, value in values.items() if name not in assigned})
+        given = self._given([*values])
+        tree, assigned = with_values(with_variables(self._cell.tree, given), values)
+        variables = _variables(values, given)
+        self._shell.user_ns.update({name: value for name, value in variables.items() if name not in assigned})
         return _RunningCell(self._shell, replace(self._cell, tree=tree), values)
 
     def begun(self, names: Sequence[str], ask: Ask) -> _RunningCell:
-        tree = with_values(self._cell.tree, dict.fromkeys(names, 0))[0]
-        count = 0 if self._shell.ast_transformers else untouched(tree, names, self._shell.user_ns)
+        given = self._given(names)
+        tree = with_values(with_variables(self._cell.tree, given), dict.fromkeys(names, 0))[0]
+        variables = [*_variables(dict.fromkeys(names, 0), given)]
+        count = 0 if self._shell.ast_transformers else untouched(tree, variables, self._shell.user_ns)
         if not count:
             import_ahead(self._cell.tree)
             return self.prepared(ask())
         running = _RunningCell(self._shell, replace(self._cell, tree=tree), {})
-        running.ask_before(count, names, ask)
+        running.ask_before(count, ask, lambda values: _variables(values, given), variables)
         return running
+
+
+def _variables(values: Mapping[str, int], given: Collection[str]) -> dict[str, int]:
+    """What a trial sets: the names, or what the places read that give them numbers."""
+    return {variable_of(name) if name in given else name: value for name, value in values.items()}
 
 
 class _RunningCell:
@@ -116,17 +142,23 @@ class _RunningCell:
         self._run = CellRun(shell, cell)
         self.names, self.filename, self.source = self._run.names, self._run.filename, self._run.source
 
-    def ask_before(self, statement: int, names: Sequence[str], ask: Ask) -> None:
-        """The values are asked for before that one; up to there the names are not to be had."""
+    def ask_before(
+        self,
+        statement: int,
+        ask: Ask,
+        set_by: Callable[[Mapping[str, int]], Mapping[str, int]],
+        variables: Sequence[str],
+    ) -> None:
+        """The values are asked for before that one; up to there the variables that they set are not to be had."""
 
         def before(number: int) -> None:
             namespace = self._shell.user_ns
             if number < statement:
-                for name in names:
+                for name in variables:
                     namespace.pop(name, None)
             elif number == statement:
                 self.values = ask()
-                namespace.update(self.values)
+                namespace.update(set_by(self.values))
 
         self._run.before_statement = before
 
@@ -159,6 +191,9 @@ class ScriptProgram:
 
     def usual(self, name: str) -> int | None:
         return None
+
+    def places(self, name: str) -> Sequence[int]:
+        return ()
 
     def arguments(self, values: Mapping[str, int]) -> list[str]:
         """``--batch-size=8``, in the place of the same argument where the script has it already."""
@@ -221,6 +256,9 @@ class StepProgram:
 
     def usual(self, name: str) -> int | None:
         return None
+
+    def places(self, name: str) -> Sequence[int]:
+        return ()
 
     def prepared(self, values: Mapping[str, int]) -> _RunningStep:
         return _RunningStep(self._step, values)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_magic.devices.base import DeviceError
+from gpumem_magic.trials.given_numbers import given_numbers
 
 _MOST = 1 << 24
 
@@ -91,17 +92,11 @@ def with_values(tree: ast.Module, values: Mapping[str, int]) -> tuple[ast.Module
     return changed, frozenset(change.assigned)
 
 
-def mentions(tree: ast.Module, name: str) -> bool:
-    """Whether a cell's code has the name, for a variable, anywhere."""
-    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(tree))
-
-
 def usual_value(tree: ast.Module, name: str, namespace: Mapping[str, Any]) -> int | None:
-    """The whole number that the cell assigns to a name, or that it has already; None where that is none, or worked out."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Assign(targets, ast.Constant(int() as value)) if any(name in _stored(one) for one in targets):
-                return value
+    """The whole number that the cell gives a name, or that it has already; None where that is none, or worked out."""
+    for given in given_numbers(tree):
+        if given.name == name:
+            return given.value
     found = namespace.get(name)
     return found if type(found) is int else None
 

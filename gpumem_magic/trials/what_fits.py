@@ -71,4 +71,5 @@ def largest(
                     courses = {one.values[along.name]: one.course for one in case.tried if one.course is not None}
                     growth = growth_of(along.name, case.best, case.tried, Foresight(courses))
                 found.append(FitCase(device, row, case, growth))
-    return Fits(along.name, None if across is None else across.name, found, subject)
+    places = {one.name: program.places(one.name) for one in names}
+    return Fits(along.name, None if across is None else across.name, found, subject, places)
