@@ -137,18 +137,36 @@ def test_an_upper_factor_has_a_matrix_beside() -> None:
 )
 def test_singular_values_of_what_is_no_square(rows: int, columns: int, nbytes: int) -> None:
     # (As `decompositions` of the own programs was recorded.)
-    assert cusolver.gesvdj(rows, columns, 4) == nbytes
+    assert cusolver.gesvdj(rows, columns, 4, full=False) == nbytes
 
 
-def test_between_two_sizes_it_is_a_line_and_beyond_the_last_a_square() -> None:
-    # 53,632 bytes for 64 rows and 117,632 for 100 were asked for: 65 rows are known, 82 or 83 lie half way to 100.
-    assert 63104 < cusolver.gesvdj(82, 82, 4) < 117632
-    assert cusolver.gesvdj(2048, 2048, 4) == 4 * cusolver.gesvdj(1024, 1024, 4)
+@pytest.mark.parametrize(("rows", "elements"), [(82, 20768), (128, 42208), (512, 559648), (2000, 8148000)])
+def test_a_square_has_itself_twice_and_its_blocks(rows: int, elements: int) -> None:
+    """As cuSOLVER answered on an H100."""
+    assert cusolver.gesvdj(rows, rows, 8, full=True) == 8 * elements
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "full", "elements"),
+    [(700, 664, True, 1510464), (700, 664, False, 1492000), (677, 255, True, 824352), (509, 650, False, 1414656)],
+)
+def test_many_columns_are_reflected(rows: int, columns: int, full: bool, elements: int) -> None:
+    """As cuSOLVER answered on an H100."""
+    assert cusolver.gesvdj(rows, columns, 8, full) == 8 * elements
 
 
 @pytest.mark.parametrize(
     ("rows", "columns", "elements"),
-    [(300, 300, 413888), (200, 200, 237888), (300, 16, 829632), (64, 33, 826016), (9, 8, 819840), (401, 30, 853120)],
+    [
+        (300, 300, 413888),
+        (200, 200, 237888),
+        (300, 16, 829632),
+        (64, 33, 826016),
+        (9, 8, 819840),
+        (401, 30, 853120),
+        (389, 82, 944320),
+        (556, 543, 2202720),
+    ],
 )
 def test_singular_values_by_reflections_first(rows: int, columns: int, elements: int) -> None:
     """As cuSOLVER answered on an H100."""
@@ -163,10 +181,47 @@ def test_singular_vectors_by_gesvd_have_numbers_and_a_square_beside() -> None:
 
 
 @pytest.mark.parametrize(
+    ("dtype", "rows", "columns", "batch", "elements"),
+    [
+        (torch.float64, 12, 6, 3, 4627),
+        (torch.float64, 62, 32, 17, 89717),
+        # Larger ones are worked out as eigenvalues are.
+        (torch.complex128, 523, 523, 3, 5508546),
+        (torch.float64, 2000, 2000, 17, 412979363),
+        # Twice as many single numbers as double ones, but where the copies in double precision are larger than all else.
+        (torch.float32, 12, 6, 3, 9254),
+        (torch.float32, 881, 881, 1, 9608900),
+        (torch.float32, 655, 15, 17, 677296),
+        (torch.complex64, 655, 15, 17, 677032),
+    ],
+)
+def test_batches_by_the_product_of_each_with_itself(
+    dtype: torch.dtype, rows: int, columns: int, batch: int, elements: int
+) -> None:
+    """As cuSOLVER answered on an H100."""
+    assert cusolver.gesvda(rows, columns, batch, dtype) == elements * dtype.itemsize
+
+
+def test_singular_vectors_of_a_batch_by_gesvda() -> None:
+    gpu.turn_on("H100,torch=2.11")
+    for shape, dtype, worked_in in (((17, 16, 32), torch.float32, 297768), ((3, 300, 64), torch.complex64, 7221904)):
+        a = torch.zeros(shape, device="cuda", dtype=dtype)
+        asked = made(lambda a=a: linalg.svd(a, full_matrices=False, driver="gesvda"))
+        # The results, the codes, a copy, and what it works in.
+        assert asked[3:] == [4 * shape[0], a.nbytes, worked_in, 1]
+
+
+@pytest.mark.parametrize(
     ("rows", "columns", "elements"), [(2, 35, 786592), (25, 79, 788480), (119, 56, 786528), (370, 630, 1136704)]
 )
 def test_by_jacobi_a_wide_matrix_is_turned(rows: int, columns: int, elements: int) -> None:
-    assert cusolver.gesvdj(rows, columns, 4) == 4 * elements
+    assert cusolver.gesvdj(rows, columns, 4, full=False) == 4 * elements
+
+
+@pytest.mark.parametrize(("rows", "nbytes"), [(694, 16381208), (881, 25995952), (1054, 36883864)])
+def test_eigenvectors_of_many_rows(rows: int, nbytes: int) -> None:
+    """As cuSOLVER answered on an H100."""
+    assert cusolver.eigh(rows, 1, 8, is_float=False) == [nbytes]
 
 
 @pytest.mark.parametrize(

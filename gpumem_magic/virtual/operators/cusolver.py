@@ -1,29 +1,22 @@
 """How much cuSOLVER asks for to work in, in bytes, as an H100 was asked for it (PyTorch 2.11, CUDA 13.0; 1,575 calls,
 and what the library answered there for thousands of sizes).
 
-Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all; what is no formula is
-a table of square matrices, with a straight line between its sizes. On other cards, and with other versions, nothing is counted.
-Roughly met are tall matrices of many columns in `gesvd` and `gesvdj`.
+Nothing public says it. The sizes are the same numbers of elements for all types, or the same bytes for all. On other cards, and
+with other versions, nothing is counted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from itertools import repeat
 from math import ceil
+
+import torch
 
 from gpumem_magic.units import round_up
 
 _HEAD = 128
-# (Rows, elements) of singular values, by Jacobi's way.
-_GESVDJ = (
-    (33, 7392), (48, 9824), (64, 13408), (65, 15776), (96, 25760), (100, 29408), (128, 42208), (129, 44832), (200, 95776),
-    (256, 149024), (257, 152192), (300, 202240), (400, 348768), (512, 559648), (513, 563904), (600, 762016), (768, 1232928),
-    (1000, 2071712), (1024, 2168864),
-)  # fmt: skip
 _SMALLEST_GESVDJ, _SMALL = 992, 32
-_LINE_BYTES = 512
+_LINE_BYTES, _ALIGNED = 512, 32
 _REFLECTIONS_AT_ONCE = 128
 _LEAST_OF_SYTRF = {4: 98432, 8: 106624, 16: 176256}
 
@@ -85,60 +78,64 @@ def eigh(rows: int, batch: int, item: int, is_float: bool) -> list[int]:
 
 
 def _syevd(rows: int, batch: int = 1) -> int:
-    """Eigenvectors, by dividing: what their reflections take, where that is more than what making them does. (Of 268 sizes 258
-    are met, and all to 32 elements; and all of those of batches up to 32 rows.)"""
-    lines = 65536 + 768 * rows + (round_up(rows, 32) if rows > _SMALL else 0)
-    few = batch * lines + round_up(batch * (2 * rows - 1) * (rows - 1), 32)
-    many = 32896 + 128 * rows + round_up(3 * rows * (rows - 1) + 28, 32)
-    return batch * (rows**2 + 2 * rows + 3) + max(few, many)
+    """Eigenvectors, by dividing: what their reflections take, where that is more than what making them does."""
+    lines = round_up(batch * rows, 32) if rows > _SMALL else 0
+    few = batch * (65536 + 768 * rows) + round_up(batch * (2 * rows - 1) * (rows - 1), 32)
+    many = batch * (32896 + 128 * rows) + round_up(batch * (3 * rows - 1) * (rows - 1), 32)
+    return batch * (rows**2 + 2 * rows + 3) + lines + max(few, many)
 
 
 def _syevj(rows: int) -> int:
-    """The matrix, a row more, and what goes by its blocks of 32 rows."""
+    return rows**2 + _of_blocks(rows)
+
+
+def _of_blocks(rows: int) -> int:
+    """By Jacobi's way: a row, and what goes by the blocks of 32 rows."""
     blocks = ceil(rows / _SMALL)
-    return rows * (rows + 1) + 4 * blocks**2 + 1025 * blocks + 1024
+    return rows + 4 * blocks**2 + 1025 * blocks + 1024
 
 
-def gesvdj(rows: int, columns: int, item: int) -> int:
-    """Of all matrices of a batch."""
+def gesvdj(rows: int, columns: int, item: int, full: bool) -> int:
+    """Of all matrices of a batch: the matrix and its vectors, or what a triangle takes, and its reflections. full: whether all
+    vectors are made. (All of 12,192 answers.)"""
     if max(rows, columns) <= _SMALL:
         return _SMALLEST_GESVDJ * item
+    many, few = max(rows, columns), min(rows, columns)
     if rows == columns:
-        return between(_GESVDJ, rows) * item
-    few = min(rows, columns)
+        return (round_up(2 * rows**2, 32) + round_up(_of_blocks(rows), 32) + 1024 * ceil(rows / _SMALL)) * item
     # A wide matrix is turned first.
     turned = round_up(rows * columns, 32) if rows < columns else 0
-    return (_reflections(few) + round_up(few, 32) + turned) * item
+    reflected = ormqr(many, few, many, many if full else few, 1, left=True)
+    return (max(_triangle(few), reflected) + round_up(few, 32) + turned) * item
 
 
 def gesvd(rows: int, columns: int, item: int) -> int:
-    """Of each matrix of a batch, which has at least as many rows as columns. (Of 505 sizes that cuSOLVER answered 429 are met to
-    the byte, all squares among them; those of more than 128 columns that are no squares within 8 %.)"""
-    square, wide = round_up(columns**2, 32), columns > _SMALL
+    """Of each matrix of a batch, which has at least as many rows as columns. (Of 505 sizes that cuSOLVER answered 503 are met to
+    the byte, all squares among them; two of more than 600 columns within 5 %.)"""
+    square, line = round_up(columns**2, 32), round_up(columns, 32)
     if rows == columns:
-        lines = 256 * columns + 4 * round_up(columns, 32)
-        return (65536 + lines + 2 * square + round_up(columns**2 + 16, 32) + (224 if wide else 192)) * item
-    sides = 2 * round_up(rows * columns, 32)
+        lines = 256 * columns + 4 * line
+        return (65536 + lines + 2 * square + round_up(columns**2 + 16, 32) + (224 if columns > _SMALL else 192)) * item
+    side = round_up(rows * columns, 32)
     if columns >= _REFLECTIONS_AT_ONCE:
-        beside = 16640 + 128 * rows
+        sides = side + 16640 + 384 * rows
     else:
-        beside = max(33024, 16640 + round_up(2 * rows * columns, 32)) + (64 if wide else 32)
-    return (_reflections(columns) + sides + 2 * square + beside) * item
+        sides = 2 * side + max(33024, 16640 + round_up(2 * rows * columns, 32))
+    return (_triangle(columns) + sides + 2 * square + line) * item
 
 
-def _reflections(columns: int) -> int:
+def gesvda(rows: int, columns: int, batch: int, dtype: torch.dtype) -> int:
+    """Of a batch, each of at least as many rows as columns: a copy, the eigenvalues of its product with itself, and what these
+    are worked out in, all in double precision. That also has room for the copy of what is single. (All of 9,216 answers.)"""
+    wide, each = (16 if dtype.is_complex else 8), batch * columns
+    small = 1024 * (1 + batch) + 4 + batch * (columns + 1) ** 2
+    vectors = small if columns <= _SMALL else 32 + _syevd(columns, batch)
+    copy = round_up(rows * each * wide, _ALIGNED)
+    converted = copy if dtype.itemsize < wide else 0
+    product = round_up((columns + 2) * each * wide, _ALIGNED)
+    return copy + round_up(each * 8, _ALIGNED) + product + max(vectors * wide, converted)
+
+
+def _triangle(columns: int) -> int:
     """Elements, in a function that makes a triangle first."""
     return (max(columns, 256) + 512) * 1024 + 32
-
-
-def between(table: Sequence[tuple[int, int]], rows: int) -> int:
-    """By the line between two sizes; beyond the last by the square."""
-    place = bisect_left(table, (rows, 0))
-    if place == len(table):
-        last, elements = table[-1]
-        return elements * rows**2 // last**2
-    size, elements = table[place]
-    if size == rows or not place:
-        return elements
-    before, fewer = table[place - 1]
-    return fewer + (elements - fewer) * (rows - before) // (size - before)

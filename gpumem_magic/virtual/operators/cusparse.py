@@ -6,6 +6,8 @@ As an H100 was asked for it (PyTorch 2.11, CUDA 13.0): these are the very sizes 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -13,7 +15,7 @@ import torch
 from gpumem_magic.units import round_up
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.operators.cusolver import between, is_known
+from gpumem_magic.virtual.operators.cusolver import is_known
 
 
 def held(engine: Engine, device: int, *sizes: int) -> AbstractContextManager[None]:
@@ -43,7 +45,7 @@ _SOLVING = ((16, 2234), (100, 7274), (500, 34258))
 
 def by_solving(rows: int, size: int) -> int:
     """A triangular system by compressed rows. size: of its right sides, in bytes. (Five calls.)"""
-    return 2 * size + between(_SOLVING, rows)
+    return 2 * size + _between(_SOLVING, rows)
 
 
 # Of a product of two sparse matrices: what a prefix sum shares between its blocks, for so many elements (products) of each.
@@ -64,3 +66,16 @@ def for_products(products: int, item: int) -> int:
     """`cusparseSpGEMM_compute`, for so many products of two elements, which are sorted with their places: of 17 products all but
     two, of a single product each, to the byte."""
     return 2 * products * (8 + item) + 4391 + _shared_by_blocks(products, _PRODUCTS_OF_A_BLOCK) if products else 0
+
+
+def _between(table: Sequence[tuple[int, int]], rows: int) -> int:
+    """By the line between two sizes; beyond the last by the square."""
+    place = bisect_left(table, (rows, 0))
+    if place == len(table):
+        last, elements = table[-1]
+        return elements * rows**2 // last**2
+    size, elements = table[place]
+    if size == rows or not place:
+        return elements
+    before, fewer = table[place - 1]
+    return fewer + (elements - fewer) * (rows - before) // (size - before)

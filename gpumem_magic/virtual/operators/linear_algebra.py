@@ -700,7 +700,8 @@ def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         codes = _batch(args[0].shape)
         with engine.scratch(device, codes * _CODE):
             with engine.scratch(device, *_svd(args, kwargs, out)):
-                _by_svd(engine, args[0], driver, device)
+                full = args[1] if len(args) > 1 else kwargs.get("full_matrices", False)
+                _by_svd(engine, args[0], driver, bool(full), device)
             _look_at_codes(engine, device, codes)
         if out[2].is_complex() and out[2].numel() and not func._schema.is_mutable:
             # cuSOLVER gives the other side as it is before it is turned; that it is conjugated is noted (`svd_kernel`).
@@ -708,17 +709,21 @@ def _svd_of(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
     return out
 
 
-def _by_svd(engine: Engine, matrices: Any, driver: str, device: int) -> None:
+def _by_svd(engine: Engine, matrices: Any, driver: str, full: bool, device: int) -> None:
     """What a driver works in; `gesvd` has numbers that are real, and the other side's vectors of one matrix, beside it."""
     if not cusolver.is_known(engine.memory.capability(device), engine.memory.torch_version(device)):
         return
     rows, columns = matrices.shape[-2:]
     item, few = matrices.element_size(), min(rows, columns)
     if driver == "gesvdj":
-        _by_cusolver(engine, device, cusolver.gesvdj(rows, columns, item))
+        _by_cusolver(engine, device, cusolver.gesvdj(rows, columns, item, full))
     elif driver == "gesvd":
         room = cusolver.gesvd(max(rows, columns), few, item)
         with engine.scratch(device, room, few * matrices.dtype.to_real().itemsize, few**2 * item):
+            pass
+    else:
+        room = cusolver.gesvda(max(rows, columns), few, _batch(matrices.shape), matrices.dtype)
+        with engine.scratch(device, room):
             pass
 
 
