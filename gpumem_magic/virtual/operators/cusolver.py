@@ -97,7 +97,7 @@ def _of_blocks(rows: int) -> int:
 
 def gesvdj(rows: int, columns: int, item: int, full: bool) -> int:
     """Of all matrices of a batch: the matrix and its vectors, or what a triangle takes, and its reflections. full: whether all
-    vectors are made. (All of 12,192 answers.)"""
+    vectors are made. (All of 11,408 answers for more than 32 rows or columns.)"""
     if max(rows, columns) <= _SMALL:
         return _SMALLEST_GESVDJ * item
     many, few = max(rows, columns), min(rows, columns)
