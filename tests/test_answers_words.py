@@ -361,3 +361,12 @@ def test_views_are_said_of_what_is_a_view(book: Notebook, first: str, is_part: b
 def test_what_is_made_in_a_comprehension_is_told_by_its_line() -> None:
     assert words_of_place("net.py", 3, "<listcomp>") == "net.py:3"
     assert words_of_place("net.py", 3, "forward") == "net.py:3 forward"
+
+
+def test_weights_that_are_gone_by_the_end_are_their_models(book: Notebook) -> None:
+    made = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.blocks = net(1024)\n"
+    )
+    with book.forgetting():
+        book.cell(f"{made}model = Net()")
+        assert "are parameters of `model`. Peak at the start." in book.measured("del model").answer

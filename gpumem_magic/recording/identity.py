@@ -180,7 +180,7 @@ class Witness:
             for name in self._names if statement is None else self._mentioned_in(statement):
                 value = objects.entry(self._namespace, name)
                 if tensors.is_module(value):
-                    self.see_module(value)
+                    self.see_module(value, name)
                 elif tensors.is_optimizer(value):
                     self._knows(value)
                 else:
@@ -241,8 +241,9 @@ class Witness:
 
     # Looking
 
-    def see_module(self, module: torch.nn.Module) -> None:
-        """Parameters and buffers by name, inside `no_dispatch`: again only where the first has moved (``.to``, ``.half``)."""
+    def see_module(self, module: torch.nn.Module, variable: str = "") -> None:
+        """Parameters and buffers by name, inside `no_dispatch`: again only where the first has moved (``.to``, ``.half``).
+        variable: the cell's name for the module, which may be gone when owners are searched for."""
         first = next(tensors.nameless_parameters(module), None)
         if first is None:
             first = next((buffer for _, buffer in tensors.tensors_of(module, tensors.BUFFERS)), None)
@@ -260,6 +261,8 @@ class Witness:
             self.has_wide_weights = self.has_wide_weights or tensors.dtype_name(parameter) == "float32"
             self._knows_shape(name, parameter)
             self._see(parameter, "parameter", name)
+            if variable:
+                self._see(parameter, "named", f"{variable}.{name}")
         for name, buffer in tensors.tensors_of(module, tensors.BUFFERS):
             self._buffer_names.add(name)
             self._knows_shape(name, buffer)
