@@ -352,7 +352,7 @@ def _fake_names(own: dict[str, Any]) -> frozenset[str]:
             if name.endswith(("_memo", "_memo_vc", "_memo_epoch"))
             or name
             in ("_fake_device", "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor")
-        ) | {"_gpumem_host_class", "_is_param"}
+        ) | {"_is_param"}
     return _fake_attributes
 
 

@@ -76,6 +76,7 @@ from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.communicators import Communicators
 from gpumem_magic.virtual.operators.factories import Factories
 from gpumem_magic.virtual.torch_face import (
+    collector,
     communication,
     graphs,
     legacy,
@@ -360,6 +361,7 @@ class VirtualMachine:
             attempt(saving.install, self.engine.computes)
             sharing.install()
             surroundings.install(self._patches, self.engine)
+            collector.install(self._patches)
             wheel.install(self._patches)
             attempt(legacy.install)
             attempt(self._libraries.install)

@@ -14,7 +14,7 @@ import torch
 
 from gpumem_magic.patching import Patches, behind_relays
 from gpumem_magic.virtual.engine.modes import STATE
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import is_ordinary
 from gpumem_magic.virtual.operators.factories import Factories
 
 _PACKAGE = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def install(patches: Patches, factories: Factories) -> None:
     plain_subclass = builder.infer_subclass_type
 
     def infer_subclass_type(value: Any) -> Any:
-        return None if type(value) is VirtualTensor else plain_subclass(value)
+        return None if is_ordinary(value) else plain_subclass(value)
 
     patches.set(builder, "infer_subclass_type", infer_subclass_type)
     rules = importlib.import_module("torch._dynamo.trace_rules")

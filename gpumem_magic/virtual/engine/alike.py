@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from gpumem_magic.private import aten
 from gpumem_magic.virtual.engine.calls import device_among
 from gpumem_magic.virtual.engine.modes import META, STATE
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor, all_attributes
 
 _ENDS = {int, type(None)}
 _PLAIN = {bool, str, type(None), type(Ellipsis), torch.dtype, torch.layout, torch.memory_format, torch.Size}
@@ -156,10 +156,10 @@ class AlikeCalls:
         untracked: also where autograd follows one. hosts: tensors on the host have looks, too."""
         for arg in args:
             kind = type(arg)
-            if kind is VirtualTensor:
+            if kind is VirtualTensor or kind is VirtualParameter:
                 dtype = arg.dtype
                 if (
-                    arg.__dict__["fake_mode"] is not self._fake
+                    all_attributes(arg)["fake_mode"] is not self._fake
                     or arg.layout is not _STRIDED
                     or arg.is_neg()
                     or (dtype.is_complex and arg.is_conj())
@@ -224,7 +224,7 @@ class AlikeCalls:
             VirtualTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
         )
         _set_throw(tensor)
-        tensor.__dict__.update(self._attributes.get(device) or self._of_a_fake(device))
+        all_attributes(tensor).update(self._attributes.get(device) or self._of_a_fake(device))
         return tensor
 
     def _told(self, args: Any, tensor: Any) -> Any:
@@ -234,7 +234,7 @@ class AlikeCalls:
         for number, arg in enumerate(args):
             if arg is tensor:
                 # (A host tensor was made a fake one.)
-                return type(arg) is VirtualTensor and number
+                return isinstance(arg, VirtualTensor) and number
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or tensor.requires_grad:
             return False
         device, offset = tensor.fake_device, int(tensor.storage_offset())
@@ -259,10 +259,12 @@ class AlikeCalls:
         meta = _empty((0,), (1,), dtype=torch.float32, device=META)
         fake: Any = FakeTensor.__new__(VirtualTensor, self._fake, meta, device)
         # What is None of every tensor is so by its class: a dictionary of two is made sooner, and takes less of the caches.
-        for name, value in vars(fake).items():
+        for name, value in all_attributes(fake).items():
             if value is None and not hasattr(VirtualTensor, name):
                 setattr(VirtualTensor, name, None)
-        found = self._attributes[device] = {name: value for name, value in vars(fake).items() if value is not None}
+        found = self._attributes[device] = {
+            name: value for name, value in all_attributes(fake).items() if value is not None
+        }
         return found
 
 

@@ -18,7 +18,7 @@ from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host
 
 # Operators whose rule here is made of others, which are computed one by one.
@@ -104,7 +104,7 @@ class ComputingEngine(Engine):
         twins = self.twins
         if kwargs:
             kwargs = {name: on_host(twins, arg) for name, arg in kwargs.items()}
-        return [twins.view(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args], kwargs
+        return [on_host(twins, arg) for arg in args], kwargs
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
         with host_only():
@@ -228,9 +228,9 @@ _MOST_DIMS = 32
 def _is_without_lists(index: Any) -> bool:
     """Whether that is to be seen at once."""
     kind = type(index)
-    if kind is VirtualTensor or kind in _NO_LISTS:
+    if kind in _NO_LISTS or is_ordinary(index):
         return True
-    return kind is tuple and all(type(one) is VirtualTensor or type(one) in _NO_LISTS for one in index)
+    return kind is tuple and all(type(one) in _NO_LISTS or is_ordinary(one) for one in index)
 
 
 def _with_tensors(index: Any, device: torch.device) -> Any:

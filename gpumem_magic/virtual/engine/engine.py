@@ -105,7 +105,7 @@ from gpumem_magic.virtual.engine.overlaps import (
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import StorageTable
-from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, plainly
+from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, is_ordinary, plainly
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
@@ -468,7 +468,7 @@ class Engine:
             sparse_handler: Callable[..., Any] = table.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
-        if met.writes and type(args[0]) is VirtualTensor:
+        if met.writes and is_ordinary(args[0]):
             if met.once:
                 refuse_itself(func, args)
             if met.stays_apart and len(args) > 1:

@@ -16,7 +16,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.host_calls import is_always_replaced, is_plain
 from gpumem_magic.virtual.engine.modes import STATE, seen_by_others, undisturbed
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 
 _MOST = 20_000
 # So many calls that came down to something else, and a function is not looked at any more; after one that did not, so many.
@@ -183,7 +183,7 @@ class FunctionCalls:
         given = heard.args[0]
         source = next((number for number, arg in enumerate(args) if arg is given), None)
         # (`Copy.cu` takes plain tensors: others are made so first, on the device.)
-        if source is None or type(given) is not VirtualTensor or not given.is_contiguous() or given.dtype != out.dtype:
+        if source is None or not is_ordinary(given) or not given.is_contiguous() or given.dtype != out.dtype:
             return None
         return HostCopy(_COPY, source, given.fake_device.index, out.size(), out.stride(), out.dtype)
 
@@ -200,8 +200,8 @@ class FunctionCalls:
 
     def _way(self, args: Any, kwargs: Any, heard: Heard, out: Any) -> Shortcut | None:
         # (An assignment.)
-        silently = out is None and type(heard.out) is VirtualTensor and args and heard.out is args[0]
-        several = not silently and type(out) is not VirtualTensor
+        silently = out is None and is_ordinary(heard.out) and args and heard.out is args[0]
+        several = not silently and not is_ordinary(out)
         if not silently and not _is_the_same(out, heard.out):
             return None
         answer = self._alike.found(self._alike.looks(heard.func, heard.args, heard.kwargs))
@@ -241,7 +241,7 @@ class FunctionCalls:
 
 def _is_the_same(out: Any, heard: Any) -> bool:
     """Whether a function returns what its operator gave: one tensor, or several."""
-    if type(out) is VirtualTensor:
+    if is_ordinary(out):
         return heard is out
     if not (isinstance(out, (tuple, list)) and isinstance(heard, (tuple, list)) and 0 < len(out) == len(heard)):
         return False

@@ -14,7 +14,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.rule_book import RuleBook
-from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import GUESS, VirtualTensor, all_attributes
 
 # Each element is its place along the last dimension.
 IOTA = "iota"
@@ -34,7 +34,7 @@ _for, RULES = _BOOK.of, _BOOK.rules
 def of(value: Any) -> Any:
     """What a number, or a tensor's elements, are taken to be; None where nothing was guessed."""
     if isinstance(value, VirtualTensor):
-        return value.__dict__.get(GUESS)
+        return all_attributes(value).get(GUESS)
     return value if isinstance(value, (int, float)) else None
 
 
@@ -42,7 +42,7 @@ def _number(value: Any, fresh: Callable[[], float]) -> Any:
     """The same, with a number for every floating tensor."""
     found = of(value)
     if found is None and isinstance(value, VirtualTensor) and value.is_floating_point():
-        found = value.__dict__[GUESS] = fresh()
+        found = all_attributes(value)[GUESS] = fresh()
     return None if isinstance(found, str) else found
 
 
@@ -235,9 +235,9 @@ def note(rule: _Rule, fresh: Callable[[], float], out: Any, args: Any, kwargs: A
     for leaf, guess in zip(outs, found if isinstance(found, tuple) else (found,) * len(outs), strict=False):
         if isinstance(leaf, VirtualTensor):
             if guess is None:
-                leaf.__dict__.pop(GUESS, None)
+                all_attributes(leaf).pop(GUESS, None)
             else:
-                leaf.__dict__[GUESS] = guess if guess == IOTA else _within(leaf.dtype, guess)
+                all_attributes(leaf)[GUESS] = guess if guess == IOTA else _within(leaf.dtype, guess)
 
 
 def _within(dtype: torch.dtype, guess: float) -> float:

@@ -30,7 +30,7 @@ from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_o
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import GUESS, KNOWN, VirtualTensor, all_attributes
 from gpumem_magic.virtual.engine.triangles import Shape, Triangle
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.uniform import Uniform
@@ -68,7 +68,7 @@ class KnownEngine(ComputingEngine):
     def known(self, tensor: Any) -> Known | None:
         if tensor.layout is not torch.strided:
             return None
-        given = tensor.__dict__.get(KNOWN)
+        given = all_attributes(tensor).get(KNOWN)
         if type(given) is values.Given and given.version == values.version(tensor):
             return Known(given.host, True, True)
         with self.lock, torch._C.DisableTorchFunctionSubclass():
@@ -221,7 +221,7 @@ class KnownEngine(ComputingEngine):
         elif draws and self.bounds.guesses:
             guess = guesses.of_factory(call.name)
             if guess is not None:
-                tensor.__dict__[GUESS] = guess
+                all_attributes(tensor)[GUESS] = guess
         among = shares.of_factory(call.name, *call.bounds()) if draws else None
         if among is not None and not self._nested and self.tape is None and _is_dense(tensor):
             self._spread = True
@@ -229,7 +229,7 @@ class KnownEngine(ComputingEngine):
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if not _owns_storage(tensor):
-            tensor.__dict__[KNOWN] = values.Given(host, values.version(tensor))
+            all_attributes(tensor)[KNOWN] = values.Given(host, values.version(tensor))
             return
         self._have(tensor, host, supplied=True)
 
@@ -263,7 +263,7 @@ class KnownEngine(ComputingEngine):
             placement.put(None)
             self.twins.keep(tensor, host.detach(), (host,))
             placement.sure, placement.supplied = sure, supplied
-        tensor.__dict__[KNOWN] = True
+        all_attributes(tensor)[KNOWN] = True
 
     def _have_equal(self, tensor: VirtualTensor, element: torch.Tensor, supplied: bool = False) -> None:
         """All elements of a tensor that is whole are equal to this one."""
@@ -277,10 +277,10 @@ class KnownEngine(ComputingEngine):
         """Nothing was written into a new tensor yet: what is written part by part may become known."""
         if self._may_learn(tensor):
             self.twins.placement(tensor).put(values.BLANK)
-            tensor.__dict__[KNOWN] = True
+            all_attributes(tensor)[KNOWN] = True
 
     def forget(self, tensor: Any) -> None:
-        tensor.__dict__.pop(KNOWN, None)
+        all_attributes(tensor).pop(KNOWN, None)
         if tensor.layout is torch.strided:
             placement = self.table.find(tensor.untyped_storage())
             if placement is not None:
@@ -288,9 +288,9 @@ class KnownEngine(ComputingEngine):
 
     def mark(self, tensor: VirtualTensor) -> None:
         """After a tensor was put on another storage."""
-        tensor.__dict__.pop(KNOWN, None)
+        all_attributes(tensor).pop(KNOWN, None)
         if self._placed_and_known(tensor) is not None:
-            tensor.__dict__[KNOWN] = True
+            all_attributes(tensor)[KNOWN] = True
 
     # ---- operators
 
@@ -308,7 +308,7 @@ class KnownEngine(ComputingEngine):
             if any_known(args):
                 _mark_views(args, out)
             if args and isinstance(args[0], VirtualTensor):
-                guess = args[0].__dict__.get(GUESS)
+                guess = all_attributes(args[0]).get(GUESS)
                 if guess is not None:
                     _guess_views(out, guess)
             return out
@@ -470,7 +470,7 @@ class KnownEngine(ComputingEngine):
         placement = self.twins.placement(tensor)
         placement.put(twin)
         placement.sure, placement.supplied = True, supplied
-        tensor.__dict__[KNOWN] = True
+        all_attributes(tensor)[KNOWN] = True
 
     def fresh(self) -> float:
         """A number like a loss: small, positive, and smaller each time."""
@@ -482,7 +482,7 @@ class KnownEngine(ComputingEngine):
         if share is not None and host.numel() <= _MOST_FILLED:
             with host_only():
                 return shares.fill(host, share)
-        return guesses.fill(host, tensor.__dict__.get(GUESS))
+        return guesses.fill(host, all_attributes(tensor).get(GUESS))
 
     def _attempt(
         self, found: _Arguments, func: Any, args: Any, kwargs: Any, device: int
@@ -513,7 +513,7 @@ class KnownEngine(ComputingEngine):
             if isinstance(leaf, VirtualTensor):
                 placement = self.twins.placement(leaf)
                 placement.sure, placement.supplied = found.sure, found.supplied
-                leaf.__dict__[KNOWN] = True
+                all_attributes(leaf)[KNOWN] = True
         return True
 
     def _all_known(self, func: Any, args: Any, kwargs: Any) -> _Arguments | None:
@@ -531,7 +531,7 @@ class KnownEngine(ComputingEngine):
                 continue
             if leaf.layout is not torch.strided or leaf.numel() > _MOST_READ:
                 return None
-            if type(leaf.__dict__.get(KNOWN)) is values.Given:
+            if type(all_attributes(leaf).get(KNOWN)) is values.Given:
                 known = self.known(leaf)
                 if known is not None:
                     found.supplied = found.any = True
@@ -601,7 +601,7 @@ class KnownEngine(ComputingEngine):
             self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
             placement.among, placement.share = chosen
-        tensor.__dict__[KNOWN] = True
+        all_attributes(tensor)[KNOWN] = True
 
     def _are_small(self, out: Any, found: _Arguments) -> bool:
         """Whether results may be kept: small ones, and into what is known already any."""
@@ -633,9 +633,9 @@ class KnownEngine(ComputingEngine):
             return
         for leaf in written_by(func, args, kwargs):
             if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
-                leaf.__dict__.pop(KNOWN, None)
+                all_attributes(leaf).pop(KNOWN, None)
                 if func not in guesses.RULES:
-                    leaf.__dict__.pop(GUESS, None)
+                    all_attributes(leaf).pop(GUESS, None)
                 placement = self.table.find(leaf.untyped_storage())
                 if placement is not None:
                     placement.put(None)
@@ -664,7 +664,7 @@ class _Arguments:
 def any_known(args: Any) -> bool:
     for arg in args:
         if isinstance(arg, VirtualTensor):
-            if KNOWN in arg.__dict__:
+            if KNOWN in all_attributes(arg):
                 return True
         elif isinstance(arg, (list, tuple)):
             if any_known(arg):
@@ -678,7 +678,7 @@ def any_known(args: Any) -> bool:
 def _is_unknown(tensor: torch.Tensor) -> bool:
     """Whether the values of an operator's argument cannot be known, at a glance."""
     if isinstance(tensor, VirtualTensor):
-        return KNOWN not in tensor.__dict__
+        return KNOWN not in all_attributes(tensor)
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -687,19 +687,19 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def _is_followed(out: Any) -> bool:
-    return isinstance(out, VirtualTensor) and KNOWN in out.__dict__
+    return isinstance(out, VirtualTensor) and KNOWN in all_attributes(out)
 
 
 def _mark_views(args: Any, out: Any) -> None:
     for leaf in leaves(out):
         if isinstance(leaf, VirtualTensor):
-            leaf.__dict__[KNOWN] = True
+            all_attributes(leaf)[KNOWN] = True
 
 
 def _guess_views(out: Any, guess: Any) -> None:
     for leaf in leaves(out):
         if isinstance(leaf, VirtualTensor):
-            leaf.__dict__[GUESS] = guess
+            all_attributes(leaf)[GUESS] = guess
 
 
 def _owns_storage(tensor: Any) -> bool:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import strides
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 
 # Beside what works element by element. (Filling may meet itself.)
 _MORE = frozenset(
@@ -82,7 +82,7 @@ def _meets_itself(func: Any, written: VirtualTensor) -> bool:
 def _are_one(written: VirtualTensor, read: Any) -> bool:
     """Whether a tensor is copied to where it lies, which does nothing (`is_same_data` in ``Copy.cpp``)."""
     return (
-        type(read) is VirtualTensor
+        is_ordinary(read)
         and _share(written, read)
         and written.storage_offset() == read.storage_offset()
         and written.shape == read.shape
@@ -101,7 +101,7 @@ def refuse_written(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) ->
     read = tree_leaves((args, {name: value for name, value in kwargs.items() if name not in names}))
     for name in names:
         written = kwargs.get(name)
-        if type(written) is not VirtualTensor:
+        if not is_ordinary(written):
             continue
         if func in _PRODUCTS or func in _APART:
             if _meets_itself(func, written) and all(one.numel() for one in read if isinstance(one, torch.Tensor)):
@@ -115,7 +115,7 @@ def refuse_overlaps(written: VirtualTensor, read: Iterable[Any], same: bool = Fa
     """Raises PyTorch's error where a tensor that is read has some of the memory that is written, and is not the same. same: even
     then."""
     for one in read:
-        is_other = type(one) is VirtualTensor and (same or one is not written)
+        is_other = is_ordinary(one) and (same or one is not written)
         if is_other and _share(written, one) and _meet(written, one, same):
             raise RuntimeError(_REFUSAL)
 

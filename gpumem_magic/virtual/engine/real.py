@@ -46,7 +46,7 @@ from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.modes import META, STATE, cuda, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
 
@@ -311,7 +311,7 @@ class RealEngine(ComputingEngine):
                 return NotImplemented
             if answer.kind is not None and way.touches and not answer.is_new:
                 return NotImplemented
-            if met.writes and type(args[0]) is VirtualTensor:
+            if met.writes and is_ordinary(args[0]):
                 views_anew.note(args[0])
             out, placement = self._anew(met, answer, args, kwargs, (func, args, kwargs))
             if not way.touches:
@@ -336,7 +336,7 @@ class RealEngine(ComputingEngine):
         if function is not None and gives_one and not self._nested and self.tape is None:
             found = self.again(met, func, args, kwargs, device, answer)
             if found is not None:
-                if met.writes and type(args[0]) is VirtualTensor:
+                if met.writes and is_ordinary(args[0]):
                     views_anew.note(args[0])
                 with no_functions() if undisturbed() else host_only():
                     self._operate_again(func, args, kwargs, found[0], found[1])
@@ -510,7 +510,7 @@ class RealEngine(ComputingEngine):
         placement: that of the result, where it is new and known by now."""
         twins = self.twins
         # (Tensors that were met are dense, and neither negated nor conjugated.)
-        hosts = [twins.plainly(arg) if type(arg) is VirtualTensor else on_host(twins, arg) for arg in args]
+        hosts = [twins.plainly(arg) if is_ordinary(arg) else on_host(twins, arg) for arg in args]
         named: dict[str, Any] = {}
         try:
             if kwargs:

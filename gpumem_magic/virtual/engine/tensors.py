@@ -7,7 +7,7 @@ import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from operator import attrgetter
@@ -32,6 +32,7 @@ from gpumem_magic.patching import behind_relays
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import function_modes
+from gpumem_magic.virtual.engine.attributes import Attributes
 from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -109,9 +110,8 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
 
 # The name under which a class for virtual tensors keeps the program's own, which tensors on the host are of.
 OWN = "_gpumem_own"
-# The names under which a tensor's own dictionary keeps the class that it had on the host, that its values may be known, that
-# it holds the answers to a check, and what unknown values are taken to be.
-HOST_CLASS = "_gpumem_host_class"
+# The names under which a tensor's own dictionary keeps that its values may be known, that it holds the answers to a check, and
+# what unknown values are taken to be.
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
 GUESS = "_gpumem_guess"
@@ -134,10 +134,10 @@ _fake_device_of: Any = vars(FakeTensor)["device"].fget
 # PyTorch's functions in Python, by their code: those above, and what a tool's wrapper stands for.
 _BY_CODE: dict[CodeType, Any] = {one.__code__: one for one in OTHERWISE if isinstance(one, FunctionType)}
 
-# What PyTorch's fake tensors keep in a tensor's own dictionary, apart from what users put there.
+# What PyTorch's fake tensors, and we, keep in a tensor's own dictionary, apart from what users put there.
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
-    HOST_CLASS, "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
+    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
     CHECKED, GUESS, "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
@@ -159,20 +159,36 @@ def _behind_a_wrapper(func: FunctionType, caller: FrameType) -> Any:
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, Any]:
     """What the program put on the tensor object. (A host tensor may have been given all that another's dictionary held.)"""
-    return {name: value for name, value in tensor.__dict__.items() if name not in _FAKE_ATTRIBUTES}
+    return {name: value for name, value in all_attributes(tensor).items() if name not in _FAKE_ATTRIBUTES}
+
+
+def our_attributes(tensor: torch.Tensor) -> dict[str, Any]:
+    """What a card's tensor would not have there."""
+    return {name: value for name, value in all_attributes(tensor).items() if name in _FAKE_ATTRIBUTES}
 
 
 _DICTIONARY: Any = next(vars(kind)["__dict__"] for kind in torch.Tensor.__mro__ if "__dict__" in vars(kind))
+# A tensor's dictionary with all that is in it: of a virtual one ``tensor.__dict__`` is what a program sees.
+all_attributes: Callable[[torch.Tensor], dict[str, Any]] = _DICTIONARY.__get__
+
+
+def put_attributes(tensor: torch.Tensor, own: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Gives a tensor another dictionary."""
+    _DICTIONARY.__set__(tensor, own | ours)
 
 
 def _put_dictionary(tensor: torch.Tensor, given: dict[str, Any]) -> None:
     """``tensor.__dict__ = given``: PyTorch keeps nothing there on a card, and what is kept there here stays."""
-    kept = {name: value for name, value in _DICTIONARY.__get__(tensor).items() if name in _FAKE_ATTRIBUTES}
-    _DICTIONARY.__set__(tensor, {name: value for name, value in given.items() if name not in _FAKE_ATTRIBUTES} | kept)
+    own = {name: value for name, value in given.items() if name not in _FAKE_ATTRIBUTES}
+    put_attributes(tensor, own, our_attributes(tensor))
 
 
-# For classes of the program's own, some of which hand their metadata on so.
-OWN_DICTIONARY = property(_DICTIONARY.__get__, _put_dictionary)
+def _seen_dictionary(tensor: torch.Tensor) -> Attributes:
+    return Attributes(all_attributes(tensor), _FAKE_ATTRIBUTES)
+
+
+# What a program finds under ``tensor.__dict__`` and by `vars`, and hands on so.
+_OWN_DICTIONARY = property(_seen_dictionary, _put_dictionary)
 
 
 def own_class(kind: Any) -> Any:
@@ -184,7 +200,7 @@ def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The other: of the tensor's class on the host, a parameter where the tensor is one, tracked where it is, and with what the
     program put on it."""
     own = own_class(type(tensor))
-    if own is not torch.Tensor and not isinstance(other, VirtualTensor):
+    if not is_ordinary(tensor) and not isinstance(other, VirtualTensor):
         other = other.as_subclass(own)
         with torch._C.DisableTorchFunctionSubclass():
             # (The class may ask for what the program put on it.)
@@ -193,7 +209,7 @@ def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         other = torch.nn.Parameter(other, requires_grad=tensor.requires_grad)
     else:
         other.requires_grad_(tensor.requires_grad)
-    other.__dict__.update(own_attributes(tensor))
+    all_attributes(other).update(own_attributes(tensor))
     return other
 
 
@@ -271,14 +287,15 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
     def __new__(cls: Any, data: torch.Tensor, requires_grad: bool = True, **kwargs: Any) -> Any:
         """``type(parameter)(tensor)`` is how libraries make a parameter like another, and a class of the program's makes one of
         its own so; all others come from `Engine`."""
-        if cls is not VirtualTensor:
+        if cls is not VirtualTensor and cls is not VirtualParameter:
             return torch.Tensor.__new__(vars(cls)[OWN], data)
         return torch.nn.Parameter(data, requires_grad=requires_grad)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """All is there already."""
 
-    _gpumem_own = torch.Tensor
+    _gpumem_own: type[torch.Tensor] = torch.Tensor
+    __dict__ = _OWN_DICTIONARY
 
     _asked: Any = vars(FakeTensor).get("fake_device")
     if isinstance(_asked, property):
@@ -294,12 +311,18 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         engine = engine_of(args[0]) if args and type(args[0]) is VirtualTensor else _engine_among(args, kwargs)
         if engine is None:
             return NotImplemented
-        if types != _OURS:
+        ordinary = _are_ordinary(types)
+        if not ordinary:
             if cls.keeps_class:
                 # What PyTorch does for such a class: the results are of it.
                 func, args, kwargs = _plain_handler, (cls, func, types, args, kwargs or {}), {}
             elif any(_speaks_for_itself(kind) for kind in types):
-                return _spoken(func, [kind for kind in types if kind is not VirtualTensor], args, kwargs)
+                return _spoken(
+                    func,
+                    [kind for kind in types if kind is not VirtualTensor and kind is not VirtualParameter],
+                    args,
+                    kwargs,
+                )
         if type(func) is FunctionType:
             func = _behind_a_wrapper(func, sys._getframe(1))
         try:
@@ -319,7 +342,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 if found is not None:
                     return found
                 func = engine.of_device(func, args)
-            if engine.computes and types == _OURS and type(plain := behind_relays(func)) in _OF_C:
+            if engine.computes and ordinary and type(plain := behind_relays(func)) in _OF_C:
                 # (Which cannot run Python of the program's. What we put in its place was called before.)
                 found = engine.at_once(plain, args, kwargs)
                 if found is not NotImplemented:
@@ -452,7 +475,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
             copy = self.new_empty(()).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
-        copy.__dict__.update(deepcopy(own_attributes(self), memo))
+        all_attributes(copy).update(deepcopy(own_attributes(self), memo))
         if self.grad is not None:
             copy.grad = self.grad.__deepcopy__(memo)
         return copy
@@ -535,8 +558,29 @@ for _name, _method in list(vars(VirtualTensor).items()):
 del _name, _method
 OTHERWISE |= set(_OWN_METHODS)
 
+
+class ParameterKind(VirtualKind, type(torch.nn.Parameter)):  # type: ignore[misc]
+    """Of classes of virtual parameters."""
+
+
+class VirtualParameter(VirtualTensor, torch.nn.Parameter, metaclass=ParameterKind):
+    """A parameter on a virtual device: a tensor as any other, of which programs and tools print the class and ask
+    ``issubclass``."""
+
+    _gpumem_own = torch.nn.Parameter
+    _is_param = True
+
+
+def is_ordinary(thing: Any) -> bool:
+    """Whether it is a virtual tensor or parameter, of no class of the program's own."""
+    kind = type(thing)
+    return kind is VirtualTensor or kind is VirtualParameter
+
+
 # Libraries that know arrays of many kinds (opt_einsum, autoray) go by where a class says that it is from.
-VirtualTensor.__module__, VirtualTensor.__name__, VirtualTensor.__qualname__ = "torch", "Tensor", "Tensor"
+for _kind, _as in ((VirtualTensor, torch.Tensor), (VirtualParameter, torch.nn.Parameter)):
+    _kind.__module__, _kind.__name__, _kind.__qualname__ = _as.__module__, _as.__name__, _as.__qualname__
+del _kind, _as
 
 
 def _read_again(host: torch.Tensor, device: str) -> torch.Tensor:
@@ -547,7 +591,7 @@ def _read_again(host: torch.Tensor, device: str) -> torch.Tensor:
         moved = torch.nn.Parameter(moved, requires_grad=host.requires_grad)
     else:
         moved.requires_grad_(host.requires_grad)
-    moved.__dict__.update(host.__dict__)
+    all_attributes(moved).update(all_attributes(host))
     return moved
 
 
@@ -582,7 +626,7 @@ class plainly:
             kind = type(one)
             if kind is tuple or kind is list:
                 self._look(one)
-            elif kind is not VirtualTensor and isinstance(one, VirtualTensor):
+            elif kind is not VirtualTensor and kind is not VirtualParameter and isinstance(one, VirtualTensor):
                 self._changed.append((one, kind))
 
     def __enter__(self) -> None:
@@ -624,7 +668,18 @@ _plain_handler = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-d
 _PLAIN_HANDLERS = {_plain_handler, VirtualTensor.__torch_function__.__func__}  # type: ignore[attr-defined]
 
 
-_OURS = (VirtualTensor,)
+# How many classes `is_ordinary` knows. (C++ names each once.)
+_OURS = 2
+
+
+def _are_ordinary(types: Any) -> bool:
+    """Whether nobody but PyTorch has a say in a function of such tensors."""
+    first, last = types[0], types[-1]
+    return (
+        len(types) <= _OURS
+        and (first is VirtualTensor or first is VirtualParameter)
+        and (last is VirtualTensor or last is VirtualParameter)
+    )
 
 
 def _speaks_for_itself(kind: type) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumem_magic.virtual.engine.tensors import CHECKED, GUESS, VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.tensors import CHECKED, GUESS, VirtualTensor, all_attributes, engine_of
 
 
 class Known(NamedTuple):
@@ -136,8 +136,8 @@ def forget(tensor: Any) -> None:
 def selects_all(mask: Any, count: int) -> None:
     """Where a mask of unknown values was taken to select all, it says so from now on to whoever reads it."""
     if count == mask.numel() and mask.dtype == torch.bool:
-        mask.__dict__[GUESS] = 1.0
-        mask.__dict__.pop(CHECKED, None)
+        all_attributes(mask)[GUESS] = 1.0
+        all_attributes(mask).pop(CHECKED, None)
 
 
 def unknown(result: Any, *arguments: Any) -> Any:

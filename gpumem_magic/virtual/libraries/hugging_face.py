@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import Any
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:
@@ -15,7 +15,7 @@ def prepare(module: ModuleType, patches: Patches) -> None:
         return
 
     def is_fake_tensor(x: Any) -> bool:
-        return type(x) is not VirtualTensor and bool(original(x))
+        return type(x) is not VirtualTensor and type(x) is not VirtualParameter and bool(original(x))
 
     # The library's own function as Dynamo sees it, which breaks graphs at ours.
     is_fake_tensor.__code__ = is_fake_tensor.__code__.replace(co_filename=original.__code__.co_filename)

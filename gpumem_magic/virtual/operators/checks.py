@@ -20,7 +20,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE, ThreadFlag
-from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, all_attributes, engine_of
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
 HOLDING = ThreadFlag()
@@ -61,14 +61,14 @@ def _say(tensor: Any, answer: bool) -> None:
 def _mark(tensor: Any) -> None:
     """These are answers to a check, until the tensor is written to."""
     if isinstance(tensor, VirtualTensor) and values.exact(tensor) is None:
-        tensor.__dict__[CHECKED] = values.version(tensor)
+        all_attributes(tensor)[CHECKED] = values.version(tensor)
 
 
 def _is_check(tensor: Any) -> bool:
     return (
         isinstance(tensor, VirtualTensor)
-        and CHECKED in tensor.__dict__
-        and tensor.__dict__[CHECKED] == values.version(tensor)
+        and CHECKED in all_attributes(tensor)
+        and all_attributes(tensor)[CHECKED] == values.version(tensor)
     )
 
 

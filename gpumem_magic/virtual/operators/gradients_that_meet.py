@@ -20,7 +20,7 @@ from gpumem_magic.virtual.engine.calls import node_now
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import none_of_the_programs
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import is_ordinary
 from gpumem_magic.virtual.operators.attention import is_mask_added
 from gpumem_magic.virtual.operators.sorting import is_dense
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
@@ -101,7 +101,7 @@ def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
 def _is_engines_sum(engine: Engine, args: Any) -> bool:
     """Whether two gradients meet here, and it is no sum within a gradient's own formula."""
     first, second = args
-    if type(first) is not VirtualTensor or type(second) is not VirtualTensor:
+    if not is_ordinary(first) or not is_ordinary(second):
         return False
     if first.shape != second.shape or first.dtype != second.dtype or torch.strided is not first.layout:
         return False

@@ -14,7 +14,7 @@ from gpumem_magic.looks.tensors import PARAMETERS
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.modes import aside
-from gpumem_magic.virtual.engine.tensors import HOST_CLASS, VirtualTensor, own_attributes, own_class
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, our_attributes, own_attributes, own_class, put_attributes
 from gpumem_magic.virtual.torch_face.wrappers import joined
 
 _LAZY: Any = (UninitializedParameter, UninitializedBuffer)
@@ -52,12 +52,10 @@ def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     hooks = tensor._backward_hooks
     accumulate_hooks = getattr(tensor, "_post_accumulate_grad_hooks", None)
     own = own_attributes(tensor)
-    host_class = (
-        tensor.__dict__.get(HOST_CLASS, own_class(type(tensor))) if isinstance(tensor, VirtualTensor) else type(tensor)
-    )
+    host_class = own_class(type(tensor)) if isinstance(tensor, VirtualTensor) else type(tensor)
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     other = other.detach()
-    fake = dict(other.__dict__) if isinstance(other, VirtualTensor) else {}
+    ours = our_attributes(other) if isinstance(other, VirtualTensor) else {}
     was_virtual = isinstance(tensor, VirtualTensor)
     try:
         torch._C._swap_tensor_impl(tensor, other)
@@ -65,16 +63,10 @@ def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if "weakrefs" not in str(error):
             raise
         raise RuntimeError(f"a parameter can't move to or from the virtual GPU while {_holding_it()}") from None
-    if fake:
-        tensor.__class__ = joined(host_class)
-        tensor.__dict__.clear()
-        tensor.__dict__.update(own, **fake, **{HOST_CLASS: host_class})
-        if is_parameter:
-            tensor._is_param = True
-    else:
-        tensor.__class__ = torch.nn.Parameter if is_parameter and host_class is torch.Tensor else host_class
-        tensor.__dict__.clear()
-        tensor.__dict__.update(own)
+    tensor.__class__ = joined(host_class) if ours else host_class
+    put_attributes(tensor, own, ours)
+    if is_parameter and not issubclass(host_class, torch.nn.Parameter):
+        tensor._is_param = True
     with torch._C.DisableTorchFunctionSubclass():
         tensor.requires_grad_(requires_grad)
         if hooks is not None:
@@ -114,6 +106,18 @@ def install(patches: Patches) -> None:
         else:
             _exchange(self, value)
 
+    original_swap: Callable[..., None] = torch.utils.swap_tensors
+
+    def swap_tensors(t1: torch.Tensor, t2: torch.Tensor) -> None:
+        owns = [own_attributes(one) for one in (t1, t2)]
+        ours = [our_attributes(one) for one in (t1, t2)]
+        original_swap(t1, t2)
+        # What lies there of ours is of the tensors in C++, which are exchanged by now.
+        if any(ours):
+            put_attributes(t1, owns[1], ours[1])
+            put_attributes(t2, owns[0], ours[0])
+
+    patches.set(torch.utils, "swap_tensors", swap_tensors)
     patches.set(torch.nn.Module, "_apply", apply)
     for kind in _LAZY:
         patches.set(kind, "__new__", staticmethod(_made_lazily(kind.__new__)))

@@ -27,8 +27,10 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import (
+    ParameterKind,
     VirtualKind,
     VirtualTensor,
+    all_attributes,
     engine_of,
     own_class,
     place_of,
@@ -58,7 +60,7 @@ def install(patches: Patches, computes: bool) -> None:
         ours = _save_script_of_values(original) if computes else _save_script(original, written)
         for owner in (scripted, torch.jit.ScriptModule):
             patches.set(owner, name, ours)
-    for kind in (VirtualKind, type(torch.Tensor), type(torch.nn.Parameter)):
+    for kind in (VirtualKind, ParameterKind, type(torch.Tensor), type(torch.nn.Parameter)):
         patches.entry(copyreg.dispatch_table, kind, _reduced_class)
     if importlib.util.find_spec("safetensors") is not None and not computes:
         _safetensors(patches, written)
@@ -362,6 +364,6 @@ class _Mover:
                 moved = typed.requires_grad_(tensor.requires_grad)
             else:
                 moved = typed.as_subclass(type(tensor)).requires_grad_(tensor.requires_grad)
-        moved.__dict__.update(tensor.__dict__)
+        all_attributes(moved).update(all_attributes(tensor))
         self._moved[id(tensor)] = moved
         return moved

@@ -16,7 +16,14 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.modes import aside
-from gpumem_magic.virtual.engine.tensors import OWN, OWN_DICTIONARY, VirtualKind, VirtualTensor
+from gpumem_magic.virtual.engine.tensors import (
+    OWN,
+    ParameterKind,
+    VirtualKind,
+    VirtualParameter,
+    VirtualTensor,
+    is_ordinary,
+)
 
 # The name under which a wrapper's own dictionary keeps the number of its device.
 _DEVICE = "_gpumem_device"
@@ -64,20 +71,20 @@ def install(patches: Patches) -> None:
 
     def make_parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
         # (PyTorch takes a virtual tensor for one of a class of its own, which it leaves as it is.)
-        if cls is not torch.nn.Parameter and type(data) is VirtualTensor:
+        if not is_ordinary(data):
+            return made(cls, data, requires_grad)
+        if cls is not torch.nn.Parameter:
             return _as_class(cls, data, requires_grad)
-        if type(data) is VirtualTensor:
-            # (Of a plain tensor PyTorch makes one in C++, and calls no function.)
-            with aside():
-                return made(cls, data, requires_grad)
-        return made(cls, data, requires_grad)
+        # (Of a plain tensor PyTorch makes one in C++, and calls no function.)
+        with aside():
+            return _as_class(cls, data, requires_grad)
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(make_parameter))
     same: Any = torch.Tensor.as_subclass
 
     def as_subclass(self: Any, cls: Any) -> Any:
         if not isinstance(self, VirtualTensor):
-            return same(self, torch.Tensor if cls is VirtualTensor else vars(cls).get(OWN, cls))
+            return same(self, vars(cls).get(OWN, cls))
         return _alias(cls, self)
 
     patches.set(torch.Tensor, "as_subclass", as_subclass)
@@ -100,13 +107,15 @@ def install(patches: Patches) -> None:
 @functools.lru_cache(maxsize=64)
 def joined(cls: Any) -> type:
     """A class that is the program's own first, and a virtual tensor where that one says nothing."""
-    if cls is torch.nn.Parameter or issubclass(VirtualTensor, cls):
+    if cls is torch.nn.Parameter:
+        return VirtualParameter
+    if issubclass(VirtualTensor, cls):
         return VirtualTensor
     if issubclass(cls, VirtualTensor):
         joined: type = cls
         return joined
     own: dict[str, Any] = {
-        "__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls, "__dict__": OWN_DICTIONARY,
+        "__module__": cls.__module__, "__qualname__": cls.__qualname__, OWN: cls, "__dict__": vars(VirtualTensor)["__dict__"],
     }  # fmt: skip
     # What a class has from `Parameter` knows no virtual tensor.
     for name in ("__repr__", "__reduce_ex__"):
@@ -117,9 +126,9 @@ def joined(cls: Any) -> type:
         own["__torch_function__"] = vars(VirtualTensor)["__torch_function__"]
     else:
         own["keeps_class"] = True
-    kind = type(cls)
-    if not issubclass(VirtualKind, kind):
-        kind = type(kind.__name__, (kind, VirtualKind), {})
+    kind: Any = next((one for one in (VirtualKind, ParameterKind) if issubclass(one, type(cls))), None)
+    if kind is None:
+        kind = type(type(cls).__name__, (type(cls), VirtualKind), {})
     made: type = kind(cls.__name__, (cls, VirtualTensor), own)
     return made
 
@@ -136,8 +145,6 @@ def _as_class(cls: type, data: VirtualTensor, requires_grad: bool = False, **kwa
     # (C++ asks no function of the class, whose own attributes are not there yet.)
     tensor: Any = data.detach().requires_grad_(requires_grad)
     tensor.__class__ = joined(cls)
-    if issubclass(cls, torch.nn.Parameter):
-        tensor._is_param = True
     return tensor
 
 
