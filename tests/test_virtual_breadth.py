@@ -508,6 +508,17 @@ def test_pytorchs_profiler_shows_the_hosts_side_and_says_so() -> None:
     assert "mine" in {event.key for event in profiler.key_averages()}
 
 
+def test_pytorchs_profiler_asked_for_the_device_alone_records_the_host() -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    with (
+        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
+        profile(activities=[ProfilerActivity.CUDA], profile_memory=True) as profiler,
+    ):
+        rand(2, 4) + 1
+    assert "aten::add" in {event.key for event in profiler.key_averages()}
+
+
 def test_pytorchs_profiler_writes_no_stacks_and_says_so(tmp_path: Path) -> None:
     from torch.profiler import ProfilerActivity, profile
 

@@ -169,12 +169,13 @@ def test_classes_of_tensors_are_pickled_as_those_that_they_have_on_the_host() ->
     tensor = torch.ones(3, device="cuda")
     parameter = torch.nn.Parameter(tensor)
     for kind, wanted in (
-        (type(tensor), torch.Tensor), (type(tensor.as_subclass(Plain)), Plain), (type(parameter), torch.Tensor),
+        (type(tensor), torch.Tensor), (type(tensor.as_subclass(Plain)), Plain), (type(parameter), torch.nn.Parameter),
         (torch.Tensor, torch.Tensor), (torch.nn.Parameter, torch.nn.Parameter), (Plain, Plain),
     ):  # fmt: skip
         assert pickle.loads(pickle.dumps(kind)) is wanted
     gpu.turn_off()
-    assert not {type(tensor).__class__, type(torch.Tensor), type(torch.nn.Parameter)} & copyreg.dispatch_table.keys()
+    kinds = {type(tensor).__class__, type(parameter).__class__, type(torch.Tensor), type(torch.nn.Parameter)}
+    assert not kinds & copyreg.dispatch_table.keys()
 
 
 def test_types_of_tensors_equal_those_that_they_have_on_the_host() -> None:
@@ -388,6 +389,13 @@ def test_a_classs_own_ways_of_making_tensors_are_the_programs_and_no_shape_rules
     assert type(x) == Made  # noqa: E721
     with pytest.raises(AssertionError, match="a shape rule called it"):
         x.new_empty(3)
+
+
+def test_results_are_of_a_classs_kind_on_whichever_side_a_parameter_is() -> None:
+    one: Any = torch.ones(2, 2, device="cuda").as_subclass(Plain)
+    weight = torch.nn.Parameter(torch.ones(2, 2, device="cuda"))
+    for found in (one * weight, weight * one, torch.nn.functional.linear(one, weight), torch.cat([weight, one])):
+        assert type(found) == Plain  # noqa: E721
 
 
 @pytest.mark.parametrize("other", ["cuda", "cpu"])

@@ -31,7 +31,7 @@ from gpumem_magic.looks.code import (
 from gpumem_magic.looks.tensors import no_dispatch, no_functions
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.node_numbers import number_of
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
 
 # Python functions of PyTorch's that users call by their names.
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
@@ -42,7 +42,9 @@ _MOST_SHARING = 4
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
 # Where there are only these, and no mode of functions, reading a tensor's looks runs no code but PyTorch's.
-_ASKS_NOBODY = frozenset((VirtualTensor, torch.Tensor, type(None), bool, int, float, str, torch.dtype))
+_ASKS_NOBODY = frozenset(
+    (VirtualTensor, VirtualParameter, torch.Tensor, type(None), bool, int, float, str, torch.dtype)
+)
 
 # The frames of the engine's own at least, from `Births._way` on to where the program may be: each costs time to look at.
 # `forward` and `_handle`; `of` and who asks it, then `perform` and `_handle`; `of` and who asks it.

@@ -313,9 +313,13 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
             return NotImplemented
         ordinary = _are_ordinary(types)
         if not ordinary:
-            if cls.keeps_class:
-                # What PyTorch does for such a class: the results are of it.
-                func, args, kwargs = _plain_handler, (cls, func, types, args, kwargs or {}), {}
+            keeper = (
+                cls if cls.keeps_class else next((kind for kind in types if getattr(kind, "keeps_class", False)), None)
+            )
+            if keeper is not None:
+                # What PyTorch does for such a class: the results are of it. (Parameters have no say in functions.)
+                types = tuple(kind for kind in types if kind is not VirtualParameter)
+                func, args, kwargs = _plain_handler, (keeper, func, types, args, kwargs or {}), {}
             elif any(_speaks_for_itself(kind) for kind in types):
                 return _spoken(
                     func,

@@ -13,7 +13,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.modes import OperatorMode
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
 
 # Since 2.8, and before it; tested on 2.13.
 _NAMES = ("graphsafe_run_with_rng_state", "run_and_save_rng_state", "run_with_rng_state")
@@ -33,8 +33,8 @@ def _answer_for(rules: dict[Any, Any], on_a_card: Any, patches: Patches) -> None
             return on_a_card(*args, **kwargs)
 
     def take_out() -> None:
-        for kind in (VirtualTensor, OperatorMode):
+        for kind in (VirtualTensor, VirtualParameter, OperatorMode):
             rules.pop(kind, None)
 
     patches.also_undo(take_out)
-    rules.update({VirtualTensor: on_a_card, OperatorMode: under_the_mode})
+    rules.update({VirtualTensor: on_a_card, VirtualParameter: on_a_card, OperatorMode: under_the_mode})

@@ -19,7 +19,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.engine.tensors import engine_of, is_ordinary
 from gpumem_magic.virtual.operators import attention
 from gpumem_magic.virtual.operators.nested_tensors import NestedOnDevice
 
@@ -48,7 +48,7 @@ def install(patches: Patches, engine: Engine) -> None:
         asking = (frame.f_globals.get("__name__") for frame in (caller, caller.f_back) if frame is not None)
         if not any(name in _ASKING for name in asking):
             return True
-        return asked(tuple(one for one in relevant_args if type(one) not in (VirtualTensor, NestedOnDevice)))
+        return asked(tuple(one for one in relevant_args if not (is_ordinary(one) or type(one) is NestedOnDevice)))
 
     is_left_aligned = torch._nested_tensor_from_mask_left_aligned
 

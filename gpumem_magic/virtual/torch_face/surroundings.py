@@ -185,7 +185,8 @@ def _profiler(patches: Patches) -> None:
             warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=4)
             if kwargs.get("with_stack"):
                 stackless.add(self)
-            kwargs.update(use_device=None, with_stack=False)
+            # (Asked for the device alone it would have nothing to record.)
+            kwargs.update(use_device=None, use_cpu=True, with_stack=False)
         original(self, *args, **kwargs)
 
     original_stacks = kind.export_stacks
