@@ -1785,6 +1785,33 @@ def test_what_the_cell_uses_is_not_offered_for_deletion() -> None:
         assert report.causes[0].name == "memory_ran_out"
 
 
+def test_variables_that_keep_one_graph_of_an_earlier_cell_are_offered_together() -> None:
+    """Deleting one of them alone frees next to nothing. The old loss is overwritten by the cell, which never reads it."""
+    with notebook("T4") as book:
+        book.cell(
+            "net = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(12)]).cuda()\n"
+            "x = torch.randn(49152, 4096, device='cuda')\n"
+            "logits = net(x)\nloss = (logits * 1).relu().mean()"
+        )
+        cell = "for _ in range(3):\n    loss = net(torch.randn(16384, 4096, device='cuda')).mean()\n    loss.backward()"
+        report = book.measured(cell)
+        (cause,) = [one for one in report.causes if one.name == "memory_ran_out"]
+        # Twelve of the graph and the result, but not the data that it begins with.
+        assert cause.remedy.startswith(
+            "By the amount saved: `del logits, loss` would have saved 9,984 MiB (the cell does not read what they hold, "
+            "enough for this request)"
+        )
+        assert "`del logits`" not in cause.remedy
+        before = book.allocated()
+        book.cell("del logits, loss\n%gpumem_free traceback")
+        assert before - book.allocated() >= 9984 << 20
+        # Where the cell, or what it calls, reads the old value first, it stays.
+        book.cell("def last(): return loss\nlogits = net(x)\nloss = (logits * 1).relu().mean()")
+        report = book.measured(cell.replace("    loss.back", "    last()\n    loss.back"))
+        (cause,) = [one for one in report.causes if one.name == "memory_ran_out"]
+        assert ", loss`" not in cause.remedy
+
+
 def test_weights_that_an_embedding_and_the_head_share_are_not_checkpointed() -> None:
     with notebook("T4") as book:
         book.cell(

@@ -7,6 +7,8 @@ import io
 import tokenize
 from collections.abc import Collection, Iterator, Sequence
 
+from gpumem_magic.looks.fresh import names_given
+
 # What a loop gives a name anew is the same thing again, as in ``model = model.train()``; functions have names of their own.
 _NOT_MAKING = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -211,14 +213,6 @@ def call_of(statement: ast.stmt) -> ast.Call | None:
     """The call that a statement consists of, as ``loss.backward()``."""
     value = statement.value if isinstance(statement, ast.Expr) else None
     return value if isinstance(value, ast.Call) else None
-
-
-def names_read(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
-
-
-def names_given(node: ast.AST) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def has_call(node: ast.AST, name: str) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_magic.advice.evidence import Evidence, evidence_of
-from gpumem_magic.advice.fresh import made_anew
+from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.owners.free import DEFAULT, free
 from gpumem_magic.recording.cell import prepare
 from gpumem_magic.session import device as choosing

@@ -75,6 +75,7 @@ class Scene:
     addresses of the parameters that it had before the cell's first statement. saved: what the first backward's graph kept, when
     the device's log stood at `saved_at`. never_clears: whether the cell's text runs backward and steps, and nothing clears
     gradients. mentioned: the names that the cell uses, itself or in the functions that it calls; empty where that is not known.
+    unread: those of them that it gives a value before anything reads them.
     program: its text. tensors: what is known of each allocation. idle_checkpointing: the names of modules in which activation
     checkpointing is on, in evaluation mode. searches_convolutions: whether cuDNN tries for the fastest way.
     reads_last_position: whether the cell, itself or in the functions that it names, takes ``[:, -1]`` of something.
@@ -101,6 +102,7 @@ class Scene:
     reads_last_position: bool = False
     evaluated: frozenset[int] = frozenset()
     left: LeftFunctions = field(default_factory=LeftFunctions)
+    unread: frozenset[str] = frozenset()
 
     @cached_property
     def moment(self) -> int:

@@ -9,14 +9,16 @@ from typing import NamedTuple
 from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import variable_of
+from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import human
+from gpumem_magic.units import human, listed
 
 NAME = "memory_ran_out"
 _NAMED = 4
 _OFFERED = 5
+_NEARLY_ALL = 0.9
 # What one statement frees, of what nobody in this cell needs.
 _STATEMENTS = {
     "out": "`%gpumem_free out`",
@@ -24,6 +26,8 @@ _STATEMENTS = {
     "cycle": "`%gpumem_free cycles`",
 }
 _WHAT = {"out": "results in Out", "traceback": "an earlier error's traceback", "cycle": "reference cycles"}
+# Of one variable, and of several.
+_UNREAD = "the cell does not read what it holds", "the cell does not read what they hold"
 
 
 class _Suggestion(NamedTuple):
@@ -96,7 +100,7 @@ def _what_to_do(savings: list[_Suggestion], missing: int | None) -> str:
 
 
 def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
-    """What IPython and Python keep by themselves, and variables that the cell does not even mention."""
+    """What IPython and Python keep by themselves, and variables whose values the cell does not read."""
     roots = scene.holdings.roots
     found = []
     for kind, statement in _STATEMENTS.items():
@@ -104,18 +108,63 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
         freed = size_of(one for one in held if numbers.issuperset(one.roots))
         if freed >= LEAST:
             found.append(_Suggestion(_WHAT[kind], statement, freed))
+    for group in _sharing(held, _idle(scene, held)):
+        alone = [(number, size_of(one for one in held if one.roots == (number,))) for number in group]
+        if size_of(scene.holdings.freed(group)) >= LEAST + sum(freed for _, freed in alone):
+            needed = _needed(scene, group)
+            statements = [f"`{one}`" for one in joined(f"{roots[number].statement}" for number in needed)]
+            freed = size_of(scene.holdings.freed(needed))
+            found.append(_Suggestion(_UNREAD[len(needed) > 1], listed(statements), freed))
+            continue
+        for number, freed in alone:
+            if freed >= LEAST:
+                is_mentioned = roots[number].name in scene.mentioned
+                why = _UNREAD[False] if is_mentioned else "the cell does not mention it"
+                found.append(_Suggestion(why, f"`{roots[number].statement}`", freed))
+    return found
+
+
+def _idle(scene: Scene, held: list[Held]) -> list[int]:
+    """The variables that the cell does not mention, and those that still have what the cell itself never reads: it gives them
+    another value first."""
+    roots = scene.holdings.roots
+    if not scene.mentioned:
+        return []
     used = {number for number, root in enumerate(roots) if root.kind == "variable" and root.name in scene.mentioned}
     in_use = {(one.device, one.address) for one in held if not used.isdisjoint(one.roots)}
-    for number, root in enumerate(roots if scene.mentioned else ()):
-        if root.kind != "variable" or root.name in scene.mentioned or root.statement is None:
+    begun = scene.points[0][2]
+    of_this_cell = {number for one in held if scene.alive[one.address].born >= begun for number in one.roots}
+    found = []
+    for number, root in enumerate(roots):
+        if root.kind != "variable" or root.statement is None:
             continue
-        if not in_use.isdisjoint(scene.holdings.optimizers.get(root.name, ())):
-            # The optimizer of what the cell trains: a later cell steps it.
+        if root.name in scene.mentioned and (root.name not in scene.unread or number in of_this_cell):
             continue
-        freed = size_of(one for one in held if one.roots == (number,))
-        if freed >= LEAST:
-            found.append(_Suggestion("the cell does not mention it", f"`{root.statement}`", freed))
+        # The optimizer of what the cell trains: a later cell steps it.
+        if in_use.isdisjoint(scene.holdings.optimizers.get(root.name, ())):
+            found.append(number)
     return found
+
+
+def _sharing(held: list[Held], numbers: list[int]) -> list[list[int]]:
+    """These in groups that hold something which nobody outside the group holds; one that shares nothing is a group by itself."""
+    groups = {number: [number] for number in numbers}
+    for one in held:
+        if len(one.roots) > 1 and groups.keys() >= set(one.roots):
+            joint = sorted({number for root in one.roots for number in groups[root]})
+            groups.update(dict.fromkeys(joint, joint))
+    return [group for number, group in groups.items() if number == group[0]]
+
+
+def _needed(scene: Scene, group: list[int]) -> list[int]:
+    """Without those that add little to what the others free: data that a graph has saved, say."""
+    needed = list(group)
+    whole = size_of(scene.holdings.freed(group))
+    for number in group:
+        others = [one for one in needed if one != number]
+        if others and size_of(scene.holdings.freed(others)) >= _NEARLY_ALL * whole:
+            needed = others
+    return needed
 
 
 def _was_there(scene: Scene, one: Held, position: int) -> bool:

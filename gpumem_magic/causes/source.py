@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
 from gpumem_magic.owners.traversal import is_users_module
 
@@ -52,8 +53,24 @@ def _text_of(code: CodeType) -> str:
 
 def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
     """The names that a cell uses: those in its text, and those in the functions of the user's that these stand for."""
-    found = set(_WORD.findall(source))
-    todo = list(found)
+    words = frozenset(_WORD.findall(source))
+    return words | _of_functions(words, namespace)
+
+
+def unread(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The names that a cell gives a value before anything reads what they had, itself or a function of the user's."""
+    try:
+        made = made_anew(source)
+    except SyntaxError:
+        # Lines of IPython's.
+        return frozenset()
+    return frozenset(made) - _of_functions(frozenset(_WORD.findall(source)), namespace)
+
+
+def _of_functions(words: frozenset[str], namespace: Mapping[str, Any]) -> frozenset[str]:
+    """The names in the functions of the user's that words of a program stand for, and in those that they lead to."""
+    found = set[str]()
+    todo = list(words)
     seen: set[int] = set()
     while todo and len(seen) < _MOST:
         for function in _functions_of(entry(namespace, todo.pop())):
@@ -61,7 +78,7 @@ def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
                 seen.add(id(function))
                 fresh = set(_names_in(function.__code__)) - found
                 found |= fresh
-                todo += fresh
+                todo += fresh - words
     return frozenset(found)
 
 

@@ -20,7 +20,7 @@ from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.left import left_functions
 from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
-from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position
+from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position, unread
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
@@ -69,6 +69,7 @@ class Why:
         self._source = ""
         self._never_clears = False
         self._mentioned: frozenset[str] = frozenset()
+        self._unread: frozenset[str] = frozenset()
         self._program = ProgramText()
         self._idle_checkpointing: frozenset[str] = frozenset()
         self._searches_convolutions = False
@@ -110,6 +111,7 @@ class Why:
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
                 self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
+                self._unread = unread(self._source, namespace) if error is not None else frozenset()
                 self._program = read_program(self._source, namespace)
 
     def holds(self, logs: Mapping[int, DeviceLog]) -> tuple[Hold, ...]:
@@ -164,6 +166,7 @@ class Why:
                 self._never_clears,
                 self._mentioned,
                 placed(self._program, recording.checkpoints),
+                unread=self._unread,
                 tensors=view.tensors,
                 idle_checkpointing=self._idle_checkpointing,
                 searches_convolutions=self._searches_convolutions,

@@ -14,7 +14,7 @@ from typing import Any
 
 from IPython.core.error import UsageError
 
-from gpumem_magic.advice.fresh import made_anew
+from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.notebook.devices import machine_in_use
 from gpumem_magic.notebook.remedy import Remedy, RemedyError, edited, remedy_of
 from gpumem_magic.session import recording

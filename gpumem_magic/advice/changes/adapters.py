@@ -6,9 +6,10 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from gpumem_magic.advice.draft import CellDraft, Unchangeable, names_given
+from gpumem_magic.advice.draft import CellDraft, Unchangeable
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, Proposal
+from gpumem_magic.looks.fresh import names_given
 
 _LEAST = 0.1
 _RANK, _MOST = 8, 8

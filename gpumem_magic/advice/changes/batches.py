@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from gpumem_magic.advice.changes.suites import forwards
-from gpumem_magic.advice.draft import CellDraft, Unchangeable, has_call, names_given, names_read
+from gpumem_magic.advice.draft import CellDraft, Unchangeable, has_call
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, Proposal
+from gpumem_magic.looks.fresh import names_given, names_read
 
 _LEAST = 0.05
 

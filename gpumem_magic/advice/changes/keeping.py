@@ -6,9 +6,10 @@ import ast
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gpumem_magic.advice.draft import CellDraft, Unchangeable, called, names_read
+from gpumem_magic.advice.draft import CellDraft, Unchangeable, called
 from gpumem_magic.advice.evidence import Evidence
 from gpumem_magic.advice.proposal import SAME, Proposal
+from gpumem_magic.looks.fresh import names_read
 
 _LEAST = 0.05
 # What these return has no graph, or is not on the device.

@@ -1,11 +1,17 @@
-"""Which names a cell makes anew, so that what an earlier run left under them is no part of the next one."""
+"""Which names a cell makes anew: what they held before is no part of its run."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterable
 
-from gpumem_magic.advice.draft import names_given, names_read
+
+def names_read(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+
+
+def names_given(node: ast.AST) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
 
 
 def made_anew(code: str) -> set[str]:
