@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumem_magic
-from gpumem_magic.advice.fresh import made_anew
+from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.notebook.remedy import RemedyError, edited, remedy_of
 
 # what is made in the large blocks' places splits each of them

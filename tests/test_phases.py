@@ -495,7 +495,8 @@ def test_a_module_that_moved_is_looked_at_again() -> None:
     seen.machine.put(net.weight)
     seen.witness.statement_ended()
     seen.witness.statement_ended()
-    assert len(seen.witness.sightings) == 1
+    looks = [(look.role, look.name) for look in seen.witness.sightings]
+    assert looks == [("parameter", "weight"), ("named", "net.weight")]
     seen.machine.put(net.weight)
     seen.witness.statement_ended()
     assert len({look.address for look in seen.witness.sightings}) == 2

@@ -23,8 +23,9 @@ _received: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValue
 
 
 def install() -> None:
-    """For good: the pickler that is told belongs to `multiprocessing`. In its table the class is PyTorch's own, as in any."""
-    ForkingPickler.register(torch.Tensor, _reduced)
+    """For good: the pickler that is told belongs to `multiprocessing`. In its table the classes are PyTorch's own, as in any."""
+    for kind in (torch.Tensor, torch.nn.Parameter):
+        ForkingPickler.register(kind, _reduced)
 
 
 def _reduced(tensor: torch.Tensor) -> Any:
