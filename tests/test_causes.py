@@ -1812,6 +1812,19 @@ def test_variables_that_keep_one_graph_of_an_earlier_cell_are_offered_together()
         assert ", loss`" not in cause.remedy
 
 
+def test_what_such_variables_keep_on_another_device_is_not_counted() -> None:
+    with notebook("2xT4") as book:
+        book.cell(
+            "net = nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(12)]).cuda()\n"
+            "logits = net(torch.randn(49152, 4096, device='cuda'))\nloss = (logits * 1).relu().mean()\n"
+            "logits.elsewhere = torch.zeros(1000 << 18, device='cuda:1')"
+        )
+        report = book.measured("loss = net(torch.randn(32768, 4096, device='cuda')).mean()")
+        (cause,) = [one for one in report.causes if one.name == "memory_ran_out"]
+        # The data too: nothing else holds it here.
+        assert "`del logits, loss` would have saved 10.5 GiB" in cause.remedy
+
+
 def test_weights_that_an_embedding_and_the_head_share_are_not_checkpointed() -> None:
     with notebook("T4") as book:
         book.cell(

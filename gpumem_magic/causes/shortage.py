@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from gpumem_magic.allocator.verdict import CAPACITY
@@ -105,16 +105,15 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
     found = []
     for kind, statement in _STATEMENTS.items():
         numbers = {number for number in scene.holdings.of_kind(kind) if roots[number].name != THIS_ERROR}
-        freed = size_of(one for one in held if numbers.issuperset(one.roots))
+        freed = _freed(held, numbers)
         if freed >= LEAST:
             found.append(_Suggestion(_WHAT[kind], statement, freed))
     for group in _sharing(held, _idle(scene, held)):
-        alone = [(number, size_of(one for one in held if one.roots == (number,))) for number in group]
-        if size_of(scene.holdings.freed(group)) >= LEAST + sum(freed for _, freed in alone):
-            needed = _needed(scene, group)
+        alone = [(number, _freed(held, [number])) for number in group]
+        if _freed(held, group) >= LEAST + sum(freed for _, freed in alone):
+            needed = _needed(held, group)
             statements = [f"`{one}`" for one in joined(f"{roots[number].statement}" for number in needed)]
-            freed = size_of(scene.holdings.freed(needed))
-            found.append(_Suggestion(_UNREAD[len(needed) > 1], listed(statements), freed))
+            found.append(_Suggestion(_UNREAD[len(needed) > 1], listed(statements), _freed(held, needed)))
             continue
         for number, freed in alone:
             if freed >= LEAST:
@@ -156,13 +155,19 @@ def _sharing(held: list[Held], numbers: list[int]) -> list[list[int]]:
     return [group for number, group in groups.items() if number == group[0]]
 
 
-def _needed(scene: Scene, group: list[int]) -> list[int]:
+def _freed(held: list[Held], roots: Collection[int]) -> int:
+    """Bytes of this device's that only these roots hold."""
+    gone = frozenset(roots)
+    return size_of(one for one in held if gone.issuperset(one.roots))
+
+
+def _needed(held: list[Held], group: list[int]) -> list[int]:
     """Without those that add little to what the others free: data that a graph has saved, say."""
     needed = list(group)
-    whole = size_of(scene.holdings.freed(group))
+    whole = _freed(held, group)
     for number in group:
         others = [one for one in needed if one != number]
-        if others and size_of(scene.holdings.freed(others)) >= _NEARLY_ALL * whole:
+        if others and _freed(held, others) >= _NEARLY_ALL * whole:
             needed = others
     return needed
 
