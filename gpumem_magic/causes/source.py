@@ -6,6 +6,7 @@ import linecache
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -51,20 +52,18 @@ def _text_of(code: CodeType) -> str:
     return "".join(linecache.getline(code.co_filename, number) for number in range(min(numbers), max(numbers) + 1))
 
 
-def mentioned(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The names that a cell uses: those in its text, and those in the functions of the user's that these stand for."""
+def mentioned_and_unread(source: str, namespace: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
+    """The names that a cell uses: those in its text, and those in the functions of the user's that these stand for.
+
+    And of those the ones that it gives a value before anything reads what they had, itself or such a function.
+    """
     words = frozenset(_WORD.findall(source))
-    return words | _of_functions(words, namespace)
-
-
-def unread(source: str, namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The names that a cell gives a value before anything reads what they had, itself or a function of the user's."""
-    try:
+    behind = _of_functions(words, namespace)
+    # (Lines of IPython's can't be read.)
+    made = set[str]()
+    with suppress(SyntaxError):
         made = made_anew(source)
-    except SyntaxError:
-        # Lines of IPython's.
-        return frozenset()
-    return frozenset(made) - _of_functions(frozenset(_WORD.findall(source)), namespace)
+    return words | behind, frozenset(made) - behind
 
 
 def _of_functions(words: frozenset[str], namespace: Mapping[str, Any]) -> frozenset[str]:

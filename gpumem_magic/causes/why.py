@@ -20,7 +20,7 @@ from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.left import left_functions
 from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
-from gpumem_magic.causes.source import mentioned, never_clears_gradients, reads_last_position, unread
+from gpumem_magic.causes.source import mentioned_and_unread, never_clears_gradients, reads_last_position
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
@@ -110,8 +110,8 @@ class Why:
                 self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
-                self._mentioned = mentioned(self._source, namespace) if error is not None else frozenset()
-                self._unread = unread(self._source, namespace) if error is not None else frozenset()
+                if error is not None:
+                    self._mentioned, self._unread = mentioned_and_unread(self._source, namespace)
                 self._program = read_program(self._source, namespace)
 
     def holds(self, logs: Mapping[int, DeviceLog]) -> tuple[Hold, ...]:

@@ -34,7 +34,7 @@ def ranks(shell: Any, cell: PreparedCell, options: argparse.Namespace) -> None:
         )
     how = CellFlags(not options.no_lines, options.max_iterations, options.until_repeat)
     try:
-        with stopped_in_a_line():
+        with stopped_in_a_line("ranks"):
             report, printed = report_of_ranks(shell, cell, options.ranks, options.as_ranks, options.device, how)
     except (DeviceError, ValueError) as error:
         raise UsageError(f"%%gpumem --ranks: {error}") from None

@@ -1,4 +1,4 @@
-"""Ctrl-C while trials run in processes of their own: one line says so, and still ends what would run next."""
+"""Ctrl-C while trials or ranks run in processes of their own: one line says so, and still ends what would run next."""
 
 from __future__ import annotations
 
@@ -15,11 +15,9 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextmanager
-def stopped_in_a_line() -> Iterator[None]:
-    """Raises Stopped in place of a KeyboardInterrupt."""
+def stopped_in_a_line(what: str = "trials") -> Iterator[None]:
+    """Raises Stopped in place of a KeyboardInterrupt. what: the processes that were ended."""
     try:
         yield
-    except Stopped:
-        raise
     except KeyboardInterrupt:
-        raise Stopped("the trials were ended. Nothing of the cell ran in the notebook.") from None
+        raise Stopped(f"the {what} were ended. Nothing of the cell ran in the notebook.") from None

@@ -7,6 +7,7 @@ one that an operand has, and the rules give another. By that stride a convolutio
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 Lengths = Sequence[int]
 
@@ -58,6 +59,12 @@ def lies_in_order(shape: Lengths, strides: Lengths, order: Sequence[int] | None 
             return False
         expected *= shape[dim]
     return True
+
+
+def lies_in_one_row(shape: Lengths, strides: Lengths) -> bool:
+    """Whether all elements are at one distance from each other, so that `reshape(-1)` is a view."""
+    steps = [(size, stride) for size, stride in zip(shape, strides, strict=True) if size != 1]
+    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
 
 
 def like_channels_last(shape: Lengths, strides: Lengths) -> bool:

@@ -12,7 +12,6 @@ tensor in pieces of 65536 elements; ``IndexKernel.cu`` counts the places of a `m
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from math import ceil, prod, sqrt
 from typing import Any
 
@@ -24,6 +23,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.strides import lies_in_one_row
 from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.positions import blocks_in_turn
@@ -376,7 +376,7 @@ def _is_plain_list(engine: Engine, args: Any, kwargs: Any) -> bool:
 @special(_aten.embedding.default, plain=_is_plain_list, by_looks=True)
 def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Rows by one list of indices, which is a copy where they do not lie as one."""
-    with engine.scratch(device, 0 if _lies_in_one_row(args[1]) else bytes_of(args[1])):
+    with engine.scratch(device, 0 if lies_in_one_row(args[1].shape, args[1].stride()) else bytes_of(args[1])):
         return engine.run(func, args, kwargs, device)
 
 
@@ -494,12 +494,6 @@ def _lies_in_rows(matrices: Any) -> bool:
     if matrices.dim() == 2 and is_dense(matrices):
         return bool(matrices.is_contiguous())
     return bool(matrices.stride(-1) == 1 and matrices.stride(-2) >= max(1, matrices.shape[-1]))
-
-
-def _lies_in_one_row(tensor: Any) -> bool:
-    """Whether `reshape(-1)` is a view."""
-    steps = [(size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1]
-    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(steps))
 
 
 @special(_aten.masked_scatter.default, _aten.masked_scatter_.default)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.strides import lies_in_one_row
 
 _aten = torch.ops.aten
 
@@ -219,11 +219,6 @@ _OF_PLAIN = {_aten.max.default, _aten.min.default, _aten.aminmax.default}
 _OF_ONE_ROW = {_aten.argmax.default, _aten.argmin.default}
 
 
-def _is_one_row(source: Any) -> bool:
-    sides = [(size, stride) for size, stride in zip(source.shape, source.stride(), strict=True) if size != 1]
-    return all(outer == size * stride for (_, outer), (size, stride) in pairwise(sides))
-
-
 def _plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
 
@@ -256,7 +251,7 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     if func in _OF_PLAIN and kwargs.get("dim") is None and not source.is_contiguous():
         copied, strides = source.numel() * item, _plain_strides(source.shape)
     dims = _dims(func, args, kwargs, source.dim())
-    if func in _OF_ONE_ROW and len(dims) == source.dim() > 1 and not _is_one_row(source):
+    if func in _OF_ONE_ROW and len(dims) == source.dim() > 1 and not lies_in_one_row(source.shape, strides):
         copied, strides = source.numel() * item, _plain_strides(source.shape)
     processors = engine.memory.processors(device)
     each = _shared(source.shape, strides, dims, item, kernel.at_once, accumulator, processors)
