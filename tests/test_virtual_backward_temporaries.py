@@ -238,6 +238,25 @@ def test_cudnns_batch_norm_keeps_a_plain_input_and_gives_a_plain_result() -> Non
     assert made(lambda: norm(last)).count(plain) == 1
 
 
+@pytest.mark.parametrize(("has_bias", "frozen"), [(True, False), (True, True), (False, False)])
+def test_a_batch_norm_without_a_bias_is_not_cudnns(has_bias: bool, frozen: bool) -> None:
+    """An instance norm with a weight alone made one gradient of its channels on an H100, and no copy of what lies otherwise. In
+    evaluation PyTorch's own kernel keeps two numbers for each channel."""
+    gpu.turn_on("H100,torch=2.11")
+    weight = torch.ones(16, device="cuda", requires_grad=True)
+    bias = torch.zeros(16, device="cuda", requires_grad=not frozen) if has_bias else None
+    x = torch.zeros(16, 8, 4, 4, device="cuda", requires_grad=True).transpose(0, 1)
+    plain = x.numel() * 4
+    assert made(lambda: F.batch_norm(x, None, None, weight, bias, True)).count(plain) == 1 + has_bias
+    mean, variance = (torch.ones(16, device="cuda") for _ in range(2))
+    assert made(lambda: F.batch_norm(x, mean, variance, weight, bias, False)).count(64) == (0 if has_bias else 2)
+    out = F.batch_norm(x.detach().contiguous(), None, None, weight, bias, True)
+    gradient = torch.ones_like(out)
+    # (That of the input, which nobody wants, is cuDNN's.)
+    found = made(lambda: out.backward(gradient))
+    assert found == ([plain, 64, 64] if has_bias else [64])
+
+
 def test_padding_makes_a_plain_input_after_its_result() -> None:
     gpu.turn_on("T4")
     x = torch.zeros(2, 8, 8, 4, device="cuda").permute(0, 3, 1, 2)

@@ -175,6 +175,9 @@ def test_results_of_layers_without_gates_are_kept_apart_between_layers() -> None
         (1056, 128, 2, 1, 8, 32, 2, 18_480_416),
         (1056, 64, 2, 2, 8, 32, 4, 38_326_816),
         (33, 64, 1, 2, 100, 16, 4, 17_336_640),
+        # Of wide inputs the gradient works in most.
+        (1056, 64, 1, 1, 100, 16, 2, 9_455_904),
+        (231, 64, 2, 2, 100, 32, 2, 34_504_448),
     ],
 )
 def test_projected_states_are_worked_on_beside_the_cells(

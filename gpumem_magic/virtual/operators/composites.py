@@ -163,7 +163,7 @@ def batch_norm(
 ) -> torch.Tensor:
     """cuDNN takes a plain input, or one with its channels last, and keeps that for the gradient."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
-    if enabled and by_cudnn(input, weight, mean, training) and not input.is_contiguous(memory_format=last):
+    if enabled and by_cudnn(input, weight, bias, mean, training) and not input.is_contiguous(memory_format=last):
         input = input.contiguous()
     kernel = _aten.native_batch_norm.default
     out, used_mean, used_deviation = kernel(input, weight, bias, mean, variance, training, momentum, eps)

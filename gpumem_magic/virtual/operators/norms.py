@@ -33,9 +33,15 @@ _COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
 _MOST_SAMPLES = {True: 880801, False: 65535}
 
 
-def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
+# The name under which the mean that a batch norm keeps for its gradient says that it had no bias.
+_NO_BIAS = "_gpumem_no_bias"
+
+
+def by_cudnn(input: Any, weight: Any, bias: Any, mean: Any, training: bool) -> bool:
     """Whether a batch norm with these goes to cuDNN (`_select_batch_norm_backend` in ATen/native/Normalization.cpp)."""
-    if weight is None or input.dim() < 3 or not torch.backends.cudnn.enabled or (mean is None and not training):
+    if weight is None or bias is None or input.dim() < 3 or not torch.backends.cudnn.enabled:
+        return False
+    if mean is None and not training:
         return False
     if input.shape[0] > _MOST_SAMPLES[bool(training)]:
         return False
@@ -44,16 +50,23 @@ def by_cudnn(input: Any, weight: Any, mean: Any, training: bool) -> bool:
     return bool(input.dtype != torch.float16 or weight.dtype == torch.float32)
 
 
+def _gradient_by_cudnn(args: Any) -> bool:
+    """Whether the forward went to cuDNN. The gradient isn't given a bias, only asked for its gradient."""
+    input, weight, mean, kept, training = args[1], args[2], args[3], args[5], args[7]
+    return not hasattr(kept, _NO_BIAS) and by_cudnn(input, weight, weight, mean, training)
+
+
 def _makes_statistics(engine: Engine, args: Any, kwargs: Any) -> bool:
-    """Whether it trains, with weights of a type that no way refuses."""
-    return bool(args[5]) and (args[1] is None or args[1].dtype == args[0].dtype)
+    """Whether it trains, with weights of a type that no way refuses, and with both or none."""
+    weight, bias = args[1:3]
+    return bool(args[5]) and (weight is None or (bias is not None and weight.dtype == args[0].dtype))
 
 
 @special(_aten.native_batch_norm.default, plain=_makes_statistics, by_looks=True)
 def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """In evaluation cuDNN returns a mean and a deviation of no elements (``cudnn/BatchNorm.cpp``). Recorded with 2.5."""
-    input, weight, _, mean, _, training = args[:6]
-    cudnn = by_cudnn(input, weight, mean, training)
+    input, weight, bias, mean, _, training = args[:6]
+    cudnn = by_cudnn(input, weight, bias, mean, training)
     expected = torch.float32 if input.dtype == torch.float16 else input.dtype
     if cudnn and weight.device == input.device and weight.dtype != expected:
         names = scalar_name(input.dtype), scalar_name(weight.dtype)
@@ -63,24 +76,13 @@ def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
             "cudnn_batch_norm)"
         )
     if training or not cudnn:
-        return engine.run(func, args, kwargs, device)
+        out, kept, deviation = engine.run(func, args, kwargs, device)
+        if weight is not None and bias is None:
+            setattr(kept, _NO_BIAS, True)
+        return out, kept, deviation
     refuse_mixed_devices(func, args, kwargs)
     out = torch.empty_like(input)
     return out, *(torch.empty(0, dtype=weight.dtype, device=out.device) for _ in range(2))
-
-
-@special(_aten.native_batch_norm_backward.default, table=BESIDE)
-def _batch_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """cuDNN makes the gradients of weight and bias also where nobody wants them: a frozen layer makes both and drops them.
-
-    After ``_select_batch_norm_backend`` in ATen/native/Normalization.cpp and ``cudnn/BatchNorm.cpp``. Recorded on a GPU.
-    """
-    _, input, weight, mean, _, _, _, training, _, wanted = args
-    if not training or not by_cudnn(input, weight, mean, training):
-        return []
-    parts = [input if wanted[0] else None, *[weight if is_wanted else None for is_wanted in wanted[1:]]]
-    dropped = [tensor for tensor, made in zip((input, weight, weight), parts, strict=True) if made is None]
-    return [bytes_of(tensor) for tensor in dropped]
 
 
 @special(_aten.native_group_norm.default, table=BESIDE)
@@ -150,10 +152,10 @@ def _power_of_two(number: int) -> int:
 @special(_aten.native_batch_norm.default, table=BESIDE)
 def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``."""
-    input, weight, _, mean, _, training = args[:6]
+    input, weight, bias, mean, _, training = args[:6]
     if not training:
         return []
-    if by_cudnn(input, weight, mean, training):
+    if by_cudnn(input, weight, bias, mean, training):
         return _room_of_cudnn(engine, input, device, is_gradient=False)
     if input.dim() == 5 and _is_last_alone(input):
         return _statistics_of_a_volume(engine, input, device)
@@ -170,39 +172,44 @@ def _statistics_of_a_volume(engine: Engine, input: Any, device: int) -> list[int
 @special(_aten.native_batch_norm_backward.default)
 def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The same kernel's gradient: the sums that the input's gradient needs, those of weight and bias, and then the first."""
-    gradient, input, weight, mean, _, _, _, training, _, wanted = args
+    gradient, input, training, wanted = args[0], args[1], args[7], args[-1]
     if not input.numel():
         # (PyTorch's shape rule, and the host's function, divide by the number of rows.)
         return _nothing_to_add_up(engine, args, device)
     needs_sums = training or any(wanted[1:])
-    its_forward_by_cudnn = by_cudnn(input, weight, mean, training)
+    its_forward_by_cudnn = _gradient_by_cudnn(args)
     if training and its_forward_by_cudnn:
         return _batch_backward_by_cudnn(engine, func, args, kwargs, device)
     last = _channels_lie_last(input)
-    if not wanted[0] or (needs_sums and not last):
+    if wanted[0] and needs_sums and not last:
         return engine.run(func, args, kwargs, device)
     each = input.shape[1] * accumulator(input.dtype).itemsize
+    sums = [each, each] if needs_sums and wanted[0] else []
     # In evaluation cuDNN's forward keeps no deviation, so it is worked out again.
-    with engine.scratch(device, each if its_forward_by_cudnn else 0, *([each, each] if needs_sums else [])):
-        out = engine.fake_call(func, args, kwargs)
-        engine.settle(tuple(one for one in out[1:] if one is not None))
-        with engine.scratch(
-            device, *(_shared_by_blocks(input, 2) if needs_sums and _channels_lie_last(gradient) else [])
-        ):
+    with engine.scratch(device, each if its_forward_by_cudnn else 0, *sums):
+        of_input, *others = engine.fake_call(func, args, kwargs)
+        engine.settle(tuple(one for one in others if one is not None))
+        in_blocks = needs_sums and last and _channels_lie_last(gradient)
+        with engine.scratch(device, *(_shared_by_blocks(input, 2) if in_blocks else [])):
             pass
-        engine.settle(out[0])
-    return out
+        if not wanted[0]:
+            # (The shape rule makes one all the same.)
+            return None, *others
+        engine.settle(of_input)
+    return of_input, *others
 
 
 def _batch_backward_by_cudnn(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """A gradient that does not lie as the input does is laid out first (``cudnn/BatchNorm.cpp``): that of a sum, for one."""
-    gradient, input = args[:2]
+    """All three gradients, also those that nobody wants: a frozen layer makes its own and drops them (``cudnn/BatchNorm.cpp``;
+    recorded on a GPU). One that does not lie as the input does is laid out first: that of a sum, for one.
+    """
+    gradient, input, wanted = args[0], args[1], args[-1]
     last = _LAST.get(input.dim()) if _is_taken_as_last(input) else None
     lies = gradient.is_contiguous() if last is None else gradient.is_contiguous(memory_format=last)
     with engine.scratch(device, 0 if lies else bytes_of(gradient)):
-        out = engine.run(func, args, kwargs, device)
+        out = engine.run(func, (*args[:-1], [True] * len(wanted)), kwargs, device)
         with engine.scratch(device, *_room_of_cudnn(engine, input, device, is_gradient=True)):
-            return out
+            return tuple(one if is_wanted else None for one, is_wanted in zip(out, wanted, strict=True))
 
 
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}

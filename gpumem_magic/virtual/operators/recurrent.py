@@ -55,13 +55,16 @@ _DTYPES_ON_THE_CHIP = (torch.float32, torch.float16)
 
 
 class _PerStep(NamedTuple):
-    """Parts that cuDNN works in, as a fit to recorded calls: of each step so many of the units' width, of the input's and of the
-    wider of both; of each sequence's state in each layer so many of the units' width."""
+    """Parts that cuDNN works in, as a fit to recorded calls: of each step so many of the units' width, of the input's, of the
+    wider of both and of the projection's; of each sequence's state in each layer so many of the units' width and of the
+    projection's."""
 
     units: int
     widths: int
     widest: int
     states: int
+    projected: int = 1
+    projected_states: int = 2
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ class Sizes:
             (plan.states, states * self.hidden, self.directions),
         ]
         if self.projected:
-            parts += [(each * self.directions, of * self.projected, 1) for each, of in ((1, self.steps), (2, states))]
+            each = ((plan.projected, self.steps), (plan.projected_states, states))
+            parts += [(count * self.directions, of * self.projected, 1) for count, of in each]
         return sum(
             round_up(min(together, count - first) * numbers * self.bytes_each, _ALIGNMENT)
             for count, numbers, together in parts
@@ -154,7 +158,10 @@ class Sizes:
 
     def _plans_of_lstm(self, two: bool, deep: bool, dropped: bool) -> list[_PerStep]:
         if self.projected:
-            return [_PerStep(14, 1, 0, 20) if two else _PerStep(5, 1, 0, 8)]
+            ahead, back = (_PerStep(14, 1, 0, 20), _PerStep(4 + 2 * deep, 2, 4, 18, 2, 4)) if two else (
+                _PerStep(5, 1, 0, 8), _PerStep(2, 2, 1, 7, 2, 4)
+            )  # fmt: skip
+            return [ahead, back] if self.train else [ahead]
         if self.small:
             ahead, back = (_PerStep(30, 1, 0, 18), _PerStep(18 + 2 * deep, 2, 4, 26)) if two else (
                 _PerStep(21 + dropped, 1, 0, 8), _PerStep(15 + dropped, 3, 0, 12)
