@@ -226,6 +226,16 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ),
         ("y = x.cpu()\nwhile y.dim() > 1: y = y[0]", 1, False),
         ("if sum(found_inf(x.item())):\n    n = 1\nwhile n > 3: pass", 1, False),
+        # A library's function is no method of that name, but one of the program's own modules may be.
+        (
+            "import torch\ny = x.item()\ntorch.save(y)\nclass Keeper:\n    def save(self, z):\n        while z > 1: pass",
+            2,
+            False,
+        ),
+        ("import steps\ny = x.item()\nsteps.save(y)\ndef save(z):\n    while z > 1: pass", 2, True),
+        ("import steps\ndef late():\n    return x.item()\nwhile steps.late(): pass", 3, True),
+        ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.late(): pass", 4, False),
+        ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.way.late(): pass", 4, True),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:

@@ -85,6 +85,12 @@ def called(call: ast.Call) -> str:
     return function.attr if isinstance(function, ast.Attribute) else dotted(function)
 
 
+def imported_modules(tree: ast.AST) -> frozenset[str]:
+    """As the text names them: ``import torch.nn as nn`` and ``import os.path``. (What ``from`` imports may be anything.)"""
+    imports = (one for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names)
+    return frozenset(one.asname or one.name for one in imports)
+
+
 def checks(test: ast.expr) -> bool:
     return any(map(_CHECK.search, _words(test)))
 

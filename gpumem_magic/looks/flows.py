@@ -24,6 +24,7 @@ from gpumem_magic.looks.expressions import (
     checks,
     dotted,
     functions_asked,
+    imported_modules,
     inside,
     is_mask,
     is_number,
@@ -39,8 +40,8 @@ from gpumem_magic.looks.expressions import (
 )
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
-# arguments (``best(0``, ``best(limit``), which have no scope. ``seen[]`` is what is in ``seen``, ``seen#`` its length, ``seen?``
-# how many it selects as a mask.
+# arguments (``best(0``, ``best(limit``), which have no scope; ``::best()`` is that of a function which is no method, as in
+# ``torch.load()``. ``seen[]`` is what is in ``seen``, ``seen#`` its length, ``seen?`` how many it selects as a mask.
 Key = tuple[int, str]
 Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -184,6 +185,7 @@ class _FlowReader:
         self._statements: list[StatementUses] = []
         self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
+        self._modules = imported_modules(tree)
         self._once = 0
         self._statement: Place = (0, 0)
 
@@ -214,12 +216,28 @@ class _FlowReader:
         name = owner.name if owner is not None and function.name == "__init__" else function.name
         names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
         named = names + [one.arg for one in function.args.kwonlyargs]
-        for position, parameter in enumerate(names[1:] if owner is not None else names):
-            self._link((0, f"{name}({position}"), (function.lineno, parameter))
-        for parameter in named:
-            self._link((0, f"{name}({parameter}"), (function.lineno, parameter))
+        for one in self._known_as(name, function, owner):
+            for position, parameter in enumerate(names[1:] if owner is not None else names):
+                self._link((0, f"{one}({position}"), (function.lineno, parameter))
+            for parameter in named:
+                self._link((0, f"{one}({parameter}"), (function.lineno, parameter))
+        if owner is None:
+            self._link((0, f"{name}()"), (0, f"::{name}()"))
         if any(isinstance(one, ast.Name) and "property" in one.id for one in function.decorator_list):
             self._link((0, f"{name}()"), (0, f".{name}"))
+
+    @staticmethod
+    def _known_as(
+        name: str, function: ast.FunctionDef | ast.AsyncFunctionDef, owner: ast.ClassDef | None
+    ) -> Sequence[str]:
+        """A method is none of a module's functions."""
+        return (name,) if owner is not None and function.name != "__init__" else (name, f"::{name}")
+
+    def _name_called(self, call: ast.Call) -> str:
+        """Under which its arguments and its result are known."""
+        name = called(call)
+        of_module = isinstance(call.func, ast.Attribute) and dotted(call.func.value) in self._modules
+        return f"::{name}" if of_module else name
 
     def _link(self, source: Key, target: Key) -> None:
         for what in ("", "[]"):
@@ -355,12 +373,12 @@ class _FlowReader:
                 self._holds(test, one.func.value)
 
     def _call(self, call: ast.Call) -> None:
-        name = called(call)
+        name, known_as = called(call), self._name_called(call)
         for position, argument in enumerate(call.args):
-            self._flow(argument, ((0, f"{name}({position}"),), "argument")
+            self._flow(argument, ((0, f"{known_as}({position}"),), "argument")
         for one in call.keywords:
             if one.arg:
-                self._flow(one.value, ((0, f"{name}({one.arg}"),), "argument")
+                self._flow(one.value, ((0, f"{known_as}({one.arg}"),), "argument")
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
                 self._flow(argument, tuple(map(self._key, inside(call.func.value))))
@@ -405,7 +423,8 @@ class _FlowReader:
             return False
         position = given.index(own[0])
         back = self._uses(value.args[position])
-        back = back._replace(keys=back.keys | {(0, f"{called(value)}()"), (0, f"{called(value)}()[]")})
+        name = self._name_called(value)
+        back = back._replace(keys=back.keys | {(0, f"{name}()"), (0, f"{name}()[]")})
         self._flows.append(Flow(back, names, "value"))
         self._flows.append(Flow(self._uses(value), names, "value", Through(called(value), position)))
         return True
@@ -443,7 +462,7 @@ class _FlowReader:
         if isinstance(node, ast.Call):
             name = called(node)
             about = "length" if name in _ASKING_SHAPE else ""
-            yield from _asked((0, f"{name}()"), asked)
+            yield from _asked((0, f"{self._name_called(node)}()"), asked)
             if isinstance(node.func, ast.Attribute):
                 yield from self._keys(node.func.value, about or asked)
             for argument in arguments(node):
