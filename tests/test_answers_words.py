@@ -330,9 +330,59 @@ def test_what_a_logger_keeps_is_found_where_it_was_put(book: Notebook) -> None:
     assert "`log.handlers[0].records.clear()` frees 32.0 MiB" in said
 
 
+@pytest.mark.parametrize(
+    ("make", "put", "holder"),
+    [
+        ("numpy.empty(6, object)", "kept[n] = mib(8)", "`kept[0…5]`"),
+        ("numpy.empty((3, 2), object)", "kept[n // 2, n % 2] = mib(8)", "`kept[0][0]` and 5 more"),
+        ("{'of': [numpy.empty(6, object)[::-1]]}", "kept['of'][0][n] = mib(8)", "`kept['of'][0][0…5]`"),
+    ],
+)
+def test_arrays_of_objects_are_looked_into(book: Notebook, make: str, put: str, holder: str) -> None:
+    with book.forgetting():
+        report = book.measured(f"import numpy\nkept = {make}\nfor n in range(6):\n    {put}\n")
+        assert "6 iterations): it is held by `kept" in report.answer
+        later = book.measured("y = mib(1)")
+    assert f"kept by {holder}" in later.answer
+    assert later.peak.categories["unknown"] == 0
+
+
+# As pandas 3 keeps a frame's columns; without the blocks' places, which say nothing to a user.
+FRAME = """
+import numpy
+class Frame:
+    __module__ = "pandas"
+    def __init__(self, kept): self.kept = kept
+class Manager:
+    __module__ = "pandas.core.internals.managers"
+    def __init__(self, column): self.blocks = (column,)
+column = numpy.empty((1, 4), object)
+frame = Frame(Manager(column))
+del column
+for n in range(4):
+    frame.kept.blocks[0][0, n] = mib(8)
+"""
+
+
+def test_what_a_frame_of_pandas_holds_is_the_frames(book: Notebook) -> None:
+    with book.forgetting():
+        report = book.measured(FRAME)
+    assert [(one.kept_by, one.category) for one in report.tensors(at=report.checkpoints[-1])] == [("frame", "inputs")]
+
+
+def test_an_array_of_numbers_or_texts_costs_a_search_nothing(book: Notebook) -> None:
+    with book.forgetting():
+        report = book.measured(
+            "import numpy\nkept = numpy.arange(9)\nwords = numpy.array(['a', None], object)\ny = mib(8)"
+        )
+    assert [one.kept_by for one in report.tensors()] == ["y"]
+
+
 def test_growth_that_no_name_leads_to_sends_nobody_to_look_for_one(book: Notebook) -> None:
-    said = answer(book, "import numpy\nkept = numpy.empty(6, object)\nfor n in range(6):\n    kept[n] = mib(8)\n")
-    assert "(6 iterations), and no name of the program was found that leads to it. An array of objects" in said
+    said = answer(
+        book, "import numpy\nkept = numpy.empty(6, [('one', object)])\nfor n in range(6):\n    kept[n] = (mib(8),)\n"
+    )
+    assert "(6 iterations), and no name of the program was found that leads to it. A library's own object" in said
     assert "%gpumem_who" not in said
 
 

@@ -235,7 +235,11 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("import steps\ny = x.item()\nsteps.save(y)\ndef save(z):\n    while z > 1: pass", 2, True),
         ("import steps\ndef late():\n    return x.item()\nwhile steps.late(): pass", 3, True),
         ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.late(): pass", 4, False),
-        ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.way.late(): pass", 4, True),
+        (
+            "import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.way.late(): pass",
+            4,
+            True,
+        ),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:

@@ -136,3 +136,13 @@ def test_a_lazy_module_has_its_weights_where_they_were_to_be(where: str) -> None
     assert model[0].weight is weight
     assert torch.cuda.memory_allocated() > before
     assert torch.nn.LazyLinear(3, device="cpu")(torch.ones(1, 2)).device.type == "cpu"
+
+
+def test_a_lazy_module_is_where_it_was_put_before_it_has_a_size() -> None:
+    layer = torch.nn.LazyLinear(3).to("cuda").half()
+    assert (layer.weight.device, layer.weight.is_cuda) == (torch.device("cuda:0"), True)
+    assert next(layer.parameters()).device == layer.bias.device
+    assert layer(torch.ones(1, 2, device="cuda", dtype=torch.float16)).device.type == "cuda"
+    back = torch.nn.LazyLinear(3, device="cuda").cpu()
+    assert (back.weight.device.type, back.weight.is_cuda) == ("cpu", False)
+    assert back(torch.ones(1, 2)).device.type == "cpu"

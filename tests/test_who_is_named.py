@@ -51,6 +51,44 @@ def test_copies_of_weights_by_their_names_are_weights(book: Notebook, copy: str)
     assert any(one.category == "parameters" and one.kept_by == "kept" for one in report.tensors())
 
 
+@pytest.mark.parametrize(
+    "copy",
+    [
+        "kept = [p.detach().clone() for p in model.parameters()]",
+        "kept = {p: p.detach().clone() for p in model.parameters()}",
+        "kept = {'average': [p.detach() * 1 for p in model.parameters()]}",
+        "class Keeper:\n    def __init__(self, ps):\n        self.ps = [p.data.clone() for p in ps]\n"
+        "kept = Keeper(model.parameters())",
+    ],
+)
+def test_a_copy_of_each_weight_in_their_order_is_weights(book: Notebook, copy: str) -> None:
+    with book.forgetting():
+        report = book.measured(f"{LAYERS}{copy}\n{TRAIN}")
+        assert report.checkpoints[-1].categories["parameters"] == 2 * WEIGHTS
+        later = book.measured("z = torch.zeros(1, device='cuda')")
+    assert later.checkpoints[-1].categories["parameters"] == 2 * WEIGHTS
+
+
+def test_zeros_for_each_weight_are_an_optimizers_that_was_written_by_hand(book: Notebook) -> None:
+    with book.forgetting():
+        report = book.measured(f"{LAYERS}kept = [torch.zeros_like(p) for p in model.parameters()]\n{TRAIN}")
+    after = report.checkpoints[-1].categories
+    # (Of small ones it is not known which operator made them.)
+    assert after["optimizer_state"] == 3 << 22
+    assert (after["activations"] or 0) < 1024
+
+
+def test_copies_of_gradients_are_no_weights(book: Notebook) -> None:
+    with book.forgetting():
+        book.cell(LAYERS)
+        report = book.measured(f"{TRAIN}kept = [p.grad.clone() for p in model.parameters()]")
+        assert report.checkpoints[-1].categories["parameters"] == WEIGHTS
+        report = book.measured(
+            "model.zero_grad()\nkept = torch.autograd.grad(model(torch.randn(8, 1024, device='cuda')).sum(), model.parameters())"
+        )
+    assert report.checkpoints[-1].categories["parameters"] == WEIGHTS
+
+
 def test_other_dictionaries_are_no_weights(book: Notebook) -> None:
     with book.forgetting():
         book.cell(LAYERS)
@@ -132,3 +170,13 @@ def test_a_state_of_several_tensors_in_an_attribute_is_carried_on_without_its_gr
         mended = book.measured(loop)
     assert mended.peak.allocated < 0.7 * report.peak.allocated
     assert "kept_graphs" not in names(mended)
+
+
+def test_a_cell_moves_a_lazy_module_as_its_first_thing(book: Notebook) -> None:
+    """Where it is told which operator made what, an operator's arguments are looked at."""
+    with book.forgetting():
+        report = book.measured(
+            "layer = torch.nn.LazyLinear(1024).cuda()\ny = layer(torch.ones(8, 1024, device='cuda'))"
+        )
+    assert report.error is None
+    assert report.peak.categories["parameters"] == 1025 * 4096

@@ -49,6 +49,8 @@ _IDENTITY = (
 )
 _HOLDING_NAMES = ("named", "output")
 _MADE = ("host_copy", "factory")
+# What makes tensors of one number: where a moving average begins.
+_FILLED = ("zeros", "zeros_like", "new_zeros", "ones", "ones_like", "new_ones", "full", "full_like", "new_full")
 # The node of what was moved in forward: its gradient comes from where the result was.
 _MOVES_BACK = "ToCopyBackward"
 
@@ -239,6 +241,15 @@ def _identity(case: _Case) -> Label | None:
     return None
 
 
+def _beside_weights(case: _Case) -> Label | None:
+    """One for each weight: what was filled is an optimizer's that was written by hand, what was computed a copy of them."""
+    if not case.between or {"beside", "beside_gradients"}.isdisjoint(case.roles):
+        return None
+    if case.birth is not None and case.birth.operator in _FILLED:
+        return Label("optimizer_state", "inferred", case.name)
+    return Label("parameters", "inferred", case.name) if case.origin == "compute" and "beside" in case.roles else None
+
+
 def _summed(case: _Case) -> Label | None:
     """A stand-in for what is only known as a total: its birth says nothing about it."""
     return UNKNOWN if case.origin == "summed" else None
@@ -357,6 +368,7 @@ _RULES = (
     _shared,
     _cache,
     _carried,
+    _beside_weights,
     _inputs,
     _activations,
     _activation_gradients,

@@ -354,7 +354,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         return Cause(
             "growth",
             f"{text}, and no name of the program was found that leads to it.",
-            "An array of objects (NumPy, pandas) or a library's own object may keep it, which Python does not look into.",
+            "A library's own object may keep it, which Python does not look into.",
             left,
         )
     main = together([one for one in found if 10 * one.size >= found[0].size])

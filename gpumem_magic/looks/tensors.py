@@ -197,6 +197,17 @@ def shape(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(int(length) for length in _BASE.shape.__get__(tensor))
 
 
+def size(tensor: torch.Tensor) -> torch.Size:
+    """As PyTorch's own class says it. (A parameter whose size is not known yet has a `shape` that is an error.)"""
+    found: torch.Size = _BASE.shape.__get__(tensor)
+    return found
+
+
+def device(tensor: torch.Tensor) -> torch.device:
+    found: torch.device = _BASE.device.__get__(tensor)
+    return found
+
+
 def numel(tensor: torch.Tensor) -> int:
     return int(_BASE.numel(tensor))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from gpumem_magic.looks import tensors
+from gpumem_magic.looks import arrays, tensors
 from gpumem_magic.looks.objects import (
     arguments_of,
     attribute,
@@ -147,8 +147,12 @@ class Namer:
         """id of what a holder holds -> how a user reaches it from the holder; " word" stands for "word of ..."."""
         if of_arguments := self._default_arguments(parent, holder):
             return of_arguments
+        if self._is_in_pandas(parent, holder):
+            return {}
         if is_a(holder, dict):
             return self._dict_labels(parent, holder)
+        if arrays.is_of_objects(holder):
+            return arrays.labels(holder)
         if is_sequence(holder):
             fields = from_class(type(holder), "_fields") if is_a(holder, tuple) else None
             if type(fields) is tuple and len(fields) == tuple.__len__(holder):
@@ -177,6 +181,15 @@ class Namer:
         if is_a(holder, types.MethodType):
             return {id(holder.__self__): ".__self__"}
         return attribute_labels(holder)
+
+    def _is_in_pandas(self, parent: int, holder: Any) -> bool:
+        """Whether it is pandas' own, or one of the containers in which that keeps its columns."""
+        above = self._parent.get(parent, -1)
+        return arrays.is_of_pandas(holder) or (
+            above >= 0
+            and (is_a(holder, (tuple, dict)) or arrays.is_of_objects(holder))
+            and arrays.is_of_pandas(self._walk.objects[above])
+        )
 
     def _default_arguments(self, parent: int, holder: Any) -> dict[int, str]:
         """Of the tuple or dictionary that a function has its default arguments in."""

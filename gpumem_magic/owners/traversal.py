@@ -11,14 +11,14 @@ import gc
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import compress, repeat
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from gpumem_magic.looks import tensors
+from gpumem_magic.looks import arrays, tensors
 from gpumem_magic.looks.modules import Remembered
 from gpumem_magic.looks.objects import (
     attribute,
@@ -66,7 +66,7 @@ _LOGGED = (logging.LogRecord, logging.Handler, logging.LoggerAdapter)
 _PACKAGES = ("site-packages", "dist-packages")
 
 Locate = Callable[[Any], "tuple[int, int] | None"]
-Expand = Callable[[int, Any], Iterable[Any]]
+Expand = Callable[[int, Any], Sequence[Any]]
 Place = tuple[int, int]
 
 
@@ -86,6 +86,7 @@ class Traversal:
         self.tensors: dict[int, list[int]] = {}
         self.locate = locate
         self._closed = list(closed)
+        self._array = arrays.kind()
         self._index: dict[int, int] = {id(thing): _LEAF for thing in self._closed}
         # By the class's id, which its objects keep: a class may have a `__hash__` of its metaclass's.
         # By id, what is known to lead to no memory.
@@ -96,7 +97,7 @@ class Traversal:
 
     def add_root(self, root: Root, values: Iterable[Any]) -> int | None:
         """A root and what it holds; its number, or None if nothing in it can hold memory."""
-        values = [value for value in values if gc.is_tracked(value)]
+        values = list(self._leading(list(values)))
         if self._is_barren(values):
             return None
         number = self._add(root, _LEAF, None)
@@ -142,7 +143,7 @@ class Traversal:
                         return False
                     else:
                         found += [inner for one in its for inner in self._behind(one, expand)]
-                level = list(filter(gc.is_tracked, found))
+                level = list(self._leading(found))
                 del found, its  # a second list would be a second reference
         self._barren |= met
         return True
@@ -156,7 +157,7 @@ class Traversal:
         holds = located(self.locate, thing) is not None
         return holds or is_a(thing, FakeTensor) or tensors.grad_fn(thing) is not None or tensors.grad(thing) is not None
 
-    def _behind(self, thing: Any, expand: Expand) -> Iterable[Any]:
+    def _behind(self, thing: Any, expand: Expand) -> Sequence[Any]:
         if expand is _class and not _is_users(thing):
             return ()
         return gc.get_referents(thing) if expand == self._tensor else expand(_LEAF, thing)
@@ -167,6 +168,7 @@ class Traversal:
         index, referents, is_tracked = self._index, gc.get_referents, gc.is_tracked
         known, kinds = index.get, self._expanders
         first, more = self.first, self.more
+        array, some_in, leading_of = self._array, arrays.some_in, self._leading
         with tensors.no_functions(), tensors.no_dispatch():
             while self._done < len(objects):
                 source = self._done
@@ -177,7 +179,8 @@ class Traversal:
                 thing = objects[source]
                 found = referents(thing) if expand is _generic else expand(source, thing)
                 # The body is `_meet`, written out: it runs for each of the user's objects.
-                for child in filter(is_tracked, found):
+                leading = leading_of(found) if some_in(found, array) else filter(is_tracked, found)
+                for child in leading:
                     target = known(id(child))
                     if target is None:
                         kind = id(type(child))
@@ -217,6 +220,13 @@ class Traversal:
         return found
 
     # Meeting things
+
+    def _leading(self, found: Sequence[Any]) -> Iterable[Any]:
+        """Those that may lead to others."""
+        tracked = filter(gc.is_tracked, found)
+        if not arrays.some_in(found, self._array):
+            return tracked
+        return [*tracked, *arrays.of_objects(found, self._array)]
 
     def _add(self, thing: Any, source: int, expand: Expand | None) -> int:
         number = len(self.objects)
@@ -262,12 +272,14 @@ class Traversal:
             expand = None
         elif autograd.is_node_type(kind):
             expand = self._node
+        elif kind is self._array:
+            expand = _array
         self._expanders[id(kind)] = expand
         return expand
 
     # What things hold
 
-    def _tensor(self, number: int, tensor: torch.Tensor) -> Iterable[Any]:
+    def _tensor(self, number: int, tensor: torch.Tensor) -> Sequence[Any]:
         place = located(self.locate, tensor)
         if place is not None:
             target = self.storages.get(place)
@@ -289,7 +301,7 @@ class Traversal:
             found += [value for name, value in dict.items(own) if name not in _fake_names(own)]
         return found
 
-    def _node(self, number: int, node: Any) -> Iterable[Any]:
+    def _node(self, number: int, node: Any) -> Sequence[Any]:
         for argument, value in autograd.saved_by(node):
             self._link(number, value, "saved", argument)
         for following in autograd.next_nodes(node):
@@ -306,24 +318,28 @@ def _referred_to_once() -> int:
     return next(map(sys.getrefcount, gc.get_referents(holder)))
 
 
-def _generic(_number: int, thing: Any) -> Iterable[Any]:
+def _generic(_number: int, thing: Any) -> Sequence[Any]:
     return gc.get_referents(thing)
 
 
-def _class(_number: int, kind: type) -> Iterable[Any]:
+def _array(_number: int, thing: Any) -> Sequence[Any]:
+    return arrays.held_by(thing)
+
+
+def _class(_number: int, kind: type) -> Sequence[Any]:
     return list(entries_of_class(kind).values())
 
 
-def _function(_number: int, function: types.FunctionType) -> Iterable[Any]:
+def _function(_number: int, function: types.FunctionType) -> Sequence[Any]:
     return [*(function.__closure__ or ()), function.__defaults__, function.__kwdefaults__, function.__dict__]
 
 
-def _logger(_number: int, logger: logging.Logger) -> Iterable[Any]:
+def _logger(_number: int, logger: logging.Logger) -> Sequence[Any]:
     own = attributes(logger)
     return [one for name in ("handlers", "filters") if (one := own.get(name)) is not None]
 
 
-def _frame(_number: int, frame: types.FrameType) -> Iterable[Any]:
+def _frame(_number: int, frame: types.FrameType) -> Sequence[Any]:
     if text(entry(frame.f_globals, "__name__")).partition(".")[0] in MACHINERY:
         return ()
     held_by_all = frame.f_globals

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.devices.base import Machine
-from gpumem_magic.looks import objects, tensors
+from gpumem_magic.looks import arrays, objects, tensors
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.sharding import waiting_gradients
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
@@ -75,6 +75,8 @@ class Witness:
         self._buffer_names: set[str] = set()
         # By the names of parameters and buffers within their models, the shapes that they have.
         self._shapes: dict[str, set[tuple[int, ...]]] = {}
+        # The shapes of a model's weights in their order, of all and of those that are trained.
+        self._rows: set[tuple[tuple[int, ...], ...]] = set()
         # By a module's id, the ids of its parameters at the last look at all of them, and their names.
         self._names_in: dict[int, tuple[list[int], list[str]]] = {}
         self._last_look: dict[str, tuple[int, int, int]] = {}
@@ -98,6 +100,7 @@ class Witness:
             self._parameter_names,
             self._buffer_names,
             self._shapes,
+            self._rows,
             self._names_in,
             self._in_statement,
         ):
@@ -253,7 +256,11 @@ class Witness:
             return
         self._modules[id(module)] = weakref.ref(module)
         self._where[id(module)] = where
-        for name, parameter in tensors.tensors_of(module, tensors.PARAMETERS):
+        weights = list(tensors.tensors_of(module, tensors.PARAMETERS))
+        if len(weights) > 1:
+            self._rows.add(tuple(tensors.shape(one) for _, one in weights))
+            self._rows.add(tuple(tensors.shape(one) for _, one in weights if tensors.requires_grad(one)))
+        for name, parameter in weights:
             if not tensors.is_leaf(parameter) and not tensors.is_view(parameter):
                 # Weights that a program computed and put in a parameter's place (`torch.func.functional_call`).
                 continue
@@ -374,6 +381,8 @@ class Witness:
                 for known_as, seen_as in ((place, "named"), (f"{place} of weights", role)):
                     self._add_once(known_as, look, seen_as, place)
         self._see_weights_of_an_object(name, value, limit)
+        for row in _rows_in(value, max(map(len, self._rows))) if self._rows else ():
+            self._see_row(row)
         self._see_caches(value, name)
 
     def _see_weights_of_an_object(self, name: str, value: Any, limit: int) -> None:
@@ -385,6 +394,24 @@ class Witness:
                     look = device, address, self._at(device)
                     role = "buffer" if key in self._buffer_names else "weights"
                     self._add_once(f"{place} of an object", look, role, None)
+
+    def _see_row(self, row: list[Any]) -> None:
+        """A list with a tensor for each of a model's weights, which are not these: copies of them, or what an optimizer that
+        was written by hand keeps. While there are gradients it may be copies of those."""
+        if not all(tensors.is_tensor(one) and tensors.is_leaf(one) and not tensors.requires_grad(one) for one in row):
+            return
+        if tuple(map(tensors.shape, row)) in self._rows:
+            role = "beside_gradients" if self._has_gradients() else "beside"
+            for tensor in row:
+                for device, address in self._places(tensor):
+                    self._add_once(f"{role} {id(tensor)}", (device, address, self._at(device)), role, None)
+
+    def _has_gradients(self) -> bool:
+        return any(
+            tensors.grad(one) is not None
+            for module in _alive(self._modules)
+            for one in islice(tensors.nameless_parameters(module), ROW_LIMIT)
+        )
 
     def _add_once(self, known_as: str, look: tuple[int, int, int], role: str, place: str | None) -> None:
         """No event since the last look under this name: the same tenant, and nothing to add."""
@@ -527,6 +554,19 @@ def _with_members(value: Any) -> Iterator[Any]:
             yield from islice(dict.values(one), ROW_LIMIT) if type(one) is dict else (one,)
 
 
+def _rows_in(value: Any, longest: int) -> Iterator[list[Any]]:
+    """What may have a tensor for each weight: a value, or one in it."""
+    for number, one in enumerate(_with_members(value)):
+        row: Iterable[Any] = ()
+        if objects.is_a(one, (list, tuple)):
+            row = objects.members(one)
+        elif objects.is_a(one, dict) and not (number and _is_programs_own(value)):
+            row = dict.values(one)
+        found = list(islice(row, longest + 1))
+        if 1 < len(found) <= longest:
+            yield found
+
+
 def _is_programs_own(value: Any) -> bool:
     """Whether it is an object of a class that was written in Python, and is worth a look inside."""
     return bool(_FLAGS.__get__(type(value)) & _OF_PYTHON) and not (
@@ -552,6 +592,16 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
     pairs: Iterable[tuple[Any, Any]]
     if objects.is_a(value, (list, tuple)):
         pairs = enumerate(objects.members(value))
+    elif arrays.is_of_objects(value):
+        for place, item in islice(zip(arrays.places(value), arrays.members(value), strict=True), limit):
+            yield from _tensors_in(item, f"{name}{place}", limit, depth - 1)
+        return
+    elif arrays.is_of_pandas(value):
+        for column in arrays.columns(value):
+            yield from (
+                one for item in islice(arrays.members(column), limit) for one in _tensors_in(item, name, limit, 0)
+            )
+        return
     else:
         wraps = not objects.is_a(value, dict) and objects.inherits(value, UserDict)
         inner = objects.attribute(value, "data") if wraps else value

@@ -28,7 +28,7 @@ from gpumem_magic.looks.code import (
     line_at,
     whose,
 )
-from gpumem_magic.looks.tensors import no_dispatch, no_functions
+from gpumem_magic.looks.tensors import no_dispatch, no_functions, size
 from gpumem_magic.virtual.engine.alike import Answer
 from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
@@ -265,7 +265,7 @@ def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
             return
         if isinstance(value, torch.Tensor):
             strides = value.stride() if value.layout is torch.strided else None
-            found.append((value.shape, strides, value.dtype))
+            found.append((size(value), strides, value.dtype))
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
 

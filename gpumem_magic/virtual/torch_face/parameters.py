@@ -11,6 +11,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.looks.objects import attribute, is_a
 from gpumem_magic.looks.tensors import PARAMETERS
+from gpumem_magic.looks.tensors import device as device_of
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.modes import aside
@@ -122,6 +123,8 @@ def install(patches: Patches) -> None:
     for kind in _LAZY:
         patches.set(kind, "__new__", staticmethod(_made_lazily(kind.__new__)))
         patches.set(kind, "materialize", _materialized(kind.materialize))
+        patches.set(kind, "device", property(_device_later))
+        patches.set(kind, "is_cuda", property(lambda self: _device_later(self).type == "cuda"))
     copied: Any = UninitializedParameter.__deepcopy__
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -138,10 +141,12 @@ def _but_lazily(fn: _Convert) -> _Convert:
     """The conversion for parameters whose size is not known yet: they stay, and remember where they are to be."""
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
-        sizeless = isinstance(tensor, _LAZY)
-        applied = fn(tensor)
-        if not sizeless:
-            return applied
+        if not is_a(tensor, _LAZY):
+            return fn(tensor)
+        later = tensor.__dict__.get(_LATER)
+        applied: torch.Tensor = fn(tensor if later is None else torch.empty(0, device=later[0], dtype=later[1]))
+        if later is not None and not isinstance(applied, VirtualTensor):
+            applied = fn(tensor)
         if not isinstance(applied, VirtualTensor):
             tensor.__dict__.pop(_LATER, None)
             return applied
@@ -164,10 +169,18 @@ def _made_lazily(original: Callable[..., Any]) -> Callable[..., Any]:
         else:
             kwargs = {**kwargs, "device": "cpu"}
         made = original(cls, *args, **kwargs)
-        made.__dict__[_LATER] = place, made.dtype
+        index = torch.cuda.current_device() if place.index is None else place.index
+        made.__dict__[_LATER] = torch.device("cuda", index), made.dtype
         return made
 
     return make
+
+
+def _device_later(tensor: torch.Tensor) -> torch.device:
+    """Where a parameter without a size is to be, as it says itself."""
+    later = tensor.__dict__.get(_LATER)
+    place: torch.device = device_of(tensor) if later is None else later[0]
+    return place
 
 
 def _materialized(original: Callable[..., None]) -> Callable[..., None]:
