@@ -66,21 +66,50 @@ def estimate(call: Convolution, capability: tuple[int, int], version: Version, t
 def _in_groups(call: Convolution, tf32: bool) -> int:
     """Copies of both sides, and of a weight of more than one point, where a group has enough channels for tensor cores.
 
-    What an H100 took for most of 360 calls (cuDNN 9.19): in the plain layout, and in half precision with the channels last for a
-    forward. Partial sums of a weight's gradient are left out, and so is what it takes for few channels.
+    What an H100 took for most of 519 calls (cuDNN 9.19), from all of which it was read. Partial sums of a weight's gradient are
+    left out, and so is what it takes for few channels.
     """
     if call.dtype == torch.float32 and not tf32:
         return 0
     half = call.dtype in (torch.float16, torch.bfloat16)
+    if call.last and call.way != "forward":
+        return _gradient_in_groups_that_lie_last(call, half)
+    fewest = _CHANNELS_OF_A_GROUP[half].get(call.way)
     if call.last:
-        fewest = _CHANNELS_OF_A_GROUP_THAT_LIES_LAST if half and call.way == "forward" else None
-    else:
-        fewest = _CHANNELS_OF_A_GROUP[half].get(call.way)
-    points = prod(call.kernel)
+        fewest = _CHANNELS_OF_A_GROUP_THAT_LIES_LAST if half else None
+    points, skips = prod(call.kernel), set(call.stride) != {1}
     if fewest is None or call.fine[1] // call.groups < fewest or (points == 1 and not half):
         return 0
+    if call.way == "weight" and ((points == 1 and skips) or (not half and call.fine[0] == 1)):
+        return 0
     weight = prod(call.weight) if points > 1 and not call.last else 0
-    return (prod(call.fine) + prod(call.coarse) + weight) * call.dtype.itemsize + _ALIGNMENT
+    parts = call.groups if call.last else 1
+    return (prod(call.fine) + prod(call.coarse) + weight) * call.dtype.itemsize + parts * _ALIGNMENT
+
+
+def _gradient_in_groups_that_lie_last(call: Convolution, half: bool) -> int:
+    """With the channels last a gradient's copies go by the kernel, too."""
+    channels, points, skips = call.fine[1] // call.groups, prod(call.kernel), set(call.stride) != {1}
+    fine, coarse, weight = (prod(shape) * call.dtype.itemsize for shape in (call.fine, call.coarse, call.weight))
+    of_each = _ALIGNMENT * call.groups
+    if call.way == "weight":
+        if half:
+            is_copied = not skips and channels >= _FEW if points == 1 else skips and channels >= _MANY
+        else:
+            is_copied = channels >= _FEW and not (skips and points > 1 and channels >= _SEVERAL)
+        return fine + coarse + _ALIGNMENT if is_copied else 0
+    if half:
+        is_copied = (
+            not skips and channels >= _FEW if points == 1 else skips and channels * points >= _NUMBERS_OF_A_RESULT
+        )
+        return fine + coarse + of_each if is_copied else 0
+    if points == 1:
+        if channels < 2 * _FEW:
+            return 0
+        return fine + coarse + of_each + (weight if channels >= _MANY else 0)
+    if not skips or channels < _FEW:
+        return 0
+    return fine + coarse + weight + of_each if channels >= _SEVERAL else coarse + weight + _ALIGNMENT
 
 
 def _sums_of_single_channels(call: Convolution, capability: tuple[int, int], version: Version) -> int | None:
@@ -346,8 +375,14 @@ _WIDTH_OF_A_PATCH, _CHANNELS_OF_A_LARGE_PATCH = 14, 1024
 _WIDTH_OF_A_SMALL_PATCH, _WIDTH_OF_A_PATCH_IN_HALF, _CHANNELS_OF_A_PATCH = 6, 16, 448
 _WIDE = 8
 _ALIGNMENT = 16
-_CHANNELS_OF_A_GROUP = {True: {"forward": 4, "input": 4, "weight": 64}, False: {"forward": 8, "input": 16}}
+_CHANNELS_OF_A_GROUP = {
+    True: {"forward": 4, "input": 4, "weight": 32},
+    False: {"forward": 8, "input": 16, "weight": 8},
+}
 _CHANNELS_OF_A_GROUP_THAT_LIES_LAST = 16
+# Of a group that lies last, for its gradients; and how many numbers one result is made of.
+_FEW, _SEVERAL, _MANY = 8, 64, 128
+_NUMBERS_OF_A_RESULT = 400
 _SUMS_OF_AN_IMAGE, _CHANNELS_OF_SUMS = 8, 32
 _RESULTS_OF_A_CHANNEL, _POINTS_OF_ONE_IMAGE = 784, 3136
 _ORDER_OF_TILES = 131
