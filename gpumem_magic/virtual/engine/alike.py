@@ -124,6 +124,19 @@ class AlikeCalls:
             return self.around(_empty(size, stride, dtype=dtype, device=META), device)
         return self._make(made[0], _all_of(args, kwargs))
 
+    def given_one(self, answer: Answer, number: int) -> VirtualTensor:
+        """The new result of that number."""
+        found: VirtualTensor = self._make(answer.made[number], ())
+        return found
+
+    def on_memory_of(
+        self, tensor: VirtualTensor, size: Any, stride: Any, dtype: torch.dtype, offset: int
+    ) -> VirtualTensor:
+        """A tensor on another's memory, of which C++ does not know that it is a view."""
+        meta = _empty((0,), (1,), dtype=dtype, device=META)
+        meta.set_(tensor.untyped_storage(), offset, size, stride)
+        return self.around(meta, tensor.fake_device)
+
     def learn(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """That is what it gave."""
         if kwargs and self.looks(func, args, kwargs) != looks:

@@ -68,11 +68,17 @@ class ComputingEngine(Engine):
         index = args[1]
         if not _is_without_lists(index):
             index = _with_tensors(index, args[0].device)
+        elif assigns and self.assigned(*args):
+            return False
         if index is args[1]:
             return super().otherwise(func, args)
         if not assigns:
             return args[0][index]
         args[0][index] = args[2]
+        return False
+
+    def assigned(self, tensor: Any, index: Any, value: Any) -> bool:
+        """Whether ``tensor[index] = value`` is done by now, for an index without lists."""
         return False
 
     def selected(self, operator: str, largest: int, likely: int | None = None) -> int:
@@ -242,6 +248,12 @@ def _with_tensors(index: Any, device: torch.device) -> Any:
         return _as_tensor(index, device)
     items = tuple(_as_tensor(item, device) for item in index)
     return items if any(map(operator.is_not, items, index)) else index
+
+
+def is_one_place(index: Any) -> bool:
+    """Whether an index is for one piece of a tensor, which is a view of it."""
+    kind = type(index)
+    return kind in _NO_LISTS or (kind is tuple and all(type(one) in _NO_LISTS for one in index))
 
 
 def _as_tensor(index: Any, device: torch.device) -> Any:

@@ -126,6 +126,8 @@ TRACED: dict[Any, Callable[..., Any]] = {}
 # looks: where that follows from how the arguments look.
 PLAIN: dict[Any, Callable[..., bool]] = {}
 PLAIN_BY_LOOKS: set[Any] = set()
+# Where it follows from that outside of backward passes, unless kernels are asked to be deterministic.
+OUTSIDE_BACKWARD: set[Any] = set()
 
 
 def special(
@@ -133,11 +135,12 @@ def special(
     table: dict[Any, Callable[..., Any]] = SPECIAL,
     plain: Callable[..., bool] | None = None,
     by_looks: bool = False,
+    outside_backward: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers ``handler(engine, func, args, kwargs, device)``, which runs in the place of these operators.
 
     `Engine.run` makes the results as it does for all others; `Engine.scratch` is memory that the kernel holds while it runs.
-    plain, by_looks: see `PLAIN`; it is asked at each call, and has to be quick.
+    plain, by_looks, outside_backward: see `PLAIN`; it is asked at each call, and has to be quick.
     """
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,6 +150,8 @@ def special(
                 PLAIN[function] = plain
             if by_looks:
                 PLAIN_BY_LOOKS.add(function)
+            if outside_backward:
+                OUTSIDE_BACKWARD.add(function)
         return handler
 
     return register
@@ -379,7 +384,10 @@ class Engine:
             # The way out of what C++ makes like another tensor (``zeros_like``).
             heard[0] = heard[0]._replace(out=out)
             return out
-        heard.append(Heard(func, args, kwargs, out if isinstance(out, (VirtualTensor, tuple, list)) else None))
+        result: Any = out if isinstance(out, VirtualTensor) else None
+        if isinstance(out, (tuple, list)) and all(isinstance(one, VirtualTensor) for one in out):
+            result = [weakref.ref(one) for one in out]
+        heard.append(Heard(func, args, kwargs, result))
         STATE.heard = heard
         return out
 

@@ -16,23 +16,35 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer
 from gpumem_magic.virtual.engine.host_calls import is_always_replaced, is_plain
 from gpumem_magic.virtual.engine.modes import STATE, seen_by_others, undisturbed
+from gpumem_magic.virtual.engine.sequences import OperatorSequence
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 
 _MOST = 20_000
-# So many calls that came down to something else, and a function is not looked at any more; after one that did not, so many.
+# After so many calls with other looks that came down to something else a function is not looked at any more; after one that did
+# not, so many.
 _ENOUGH, _ENOUGH_OF_SOME = 4, 100
+# After so many calls that look alike no further one is. (What an operator takes may be known only after the first.)
+_TRIED = 3
 _COPY = _aten._to_copy.default
 # Of a call with two arguments that are one tensor.
 _TWO, _SAME = 2, "same"
 
 
 class Heard(NamedTuple):
-    """An operator that ran while somebody listened (`ThreadState.heard`), and its result if that is one tensor, or several."""
+    """An operator that ran while somebody listened (`ThreadState.heard`), and its result if that is one tensor, or several: these
+    by weak references until the function is over, as C++ lets go of those that it does not return in an order of its own."""
 
     func: Any
     args: Any
     kwargs: Any
     out: Any
+
+    def over(self) -> Heard:
+        """The same once the function has returned; without results where it let go of one."""
+        if not isinstance(self.out, (tuple, list)):
+            return self
+        tensors = [one() for one in self.out]
+        return self._replace(out=None if any(one is None for one in tensors) else tensors)
 
 
 class _Fixed(NamedTuple):
@@ -64,7 +76,7 @@ class Shortcut(NamedTuple):
         """(operator, its arguments, its named ones) for a call of the function."""
         flat = (*args, *kwargs.values()) if kwargs else args
         if self.nested:
-            flat = _flat(flat)
+            flat = spread(flat)
         made = [
             flat[place]
             if type(place) is int
@@ -79,13 +91,6 @@ class Shortcut(NamedTuple):
             named = dict(zip(self.names, made[count:], strict=True))
             del made[count:]
         return self.func, tuple(made), named
-
-    def may_write(self, tensor: Any) -> bool:
-        """Whether only the version counter has to know of it: views have a say where gradients are on, and PyTorch refuses to
-        write to tensors of inference mode outside of it."""
-        if torch.is_grad_enabled() and is_view(tensor):
-            return False
-        return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
 class HostCopy(NamedTuple):
@@ -114,8 +119,9 @@ class FunctionCalls:
 
     def __init__(self, alike: AlikeCalls) -> None:
         self._alike = alike
-        self._found: dict[tuple[Any, ...], Shortcut | HostCopy | ViewCall] = {}
-        # By a function's `id`: how often it came down to something else, and the function.
+        # An integer: how often it came down to something else.
+        self._found: dict[tuple[Any, ...], Shortcut | HostCopy | ViewCall | OperatorSequence | int] = {}
+        # By a function's `id`: how many calls with other looks came down to something else, and the function.
         self._others: dict[int, tuple[int, Any]] = {}
         # By a function's `id`, those that only read a number from the device.
         self.reading: dict[int, Any] = {}
@@ -137,11 +143,13 @@ class FunctionCalls:
                 return None
         return tuple(key)
 
-    def found(self, looks: tuple[Any, ...], args: Any) -> Shortcut | HostCopy | ViewCall | None:
-        """What is known of a call that looks so."""
+    def found(self, looks: tuple[Any, ...], args: Any) -> Any:
+        """What is known of a call that looks so; NotImplemented if there is nothing to be found out."""
         found = self._found.get(looks)
         if found is None and len(args) == _TWO and args[0] is args[1]:
             found = self._found.get((*looks, _SAME))
+        if type(found) is int:
+            return None if found < _TRIED else NotImplemented
         return found
 
     def learn(
@@ -154,10 +162,11 @@ class FunctionCalls:
         plain: bool,
         views: bool,
         out: Any,
+        several: OperatorSequence | None,
     ) -> None:
         """A function has run these operators, and returned that. plain: whether the first may be run anew past C++; views:
-        whether it does nothing but look at a tensor."""
-        way: Shortcut | HostCopy | ViewCall | None = None
+        whether it does nothing but look at a tensor. several: all of them, where they may be run so."""
+        way: Shortcut | HostCopy | ViewCall | OperatorSequence | None = None
         if len(args) == _TWO and args[0] is args[1]:
             # (``x * x``: which of the two is which is not known, and is of no matter while they are one.)
             looks = (*looks, _SAME)
@@ -168,11 +177,16 @@ class FunctionCalls:
             if way is None and views:
                 way = self._view(args, kwargs, heard[0], out)
         if way is None:
-            count, _ = self._others.get(id(func), (0, func))
-            self._others[id(func)] = count + 1, func
-            return
+            way = several
         if len(self._found) >= _MOST:
             self._found.clear()
+        if way is None:
+            tried = self._found.get(looks)
+            self._found[looks] = tried + 1 if isinstance(tried, int) else 1
+            if tried is None or not heard:
+                count, _ = self._others.get(id(func), (0, func))
+                self._others[id(func)] = count + 1, func
+            return
         self._found[looks] = way
         # (Which keeps the function: no other has its `id`.)
         self._others[id(func)] = _ENOUGH - _ENOUGH_OF_SOME, func
@@ -214,7 +228,7 @@ class FunctionCalls:
             # Autograd has to know of a view.
             return None
         given = (*args, *kwargs.values())
-        flat = _flat(given)
+        flat = spread(given)
         places: dict[int, int] = {}
         same = len(args) == _TWO and args[0] is args[1]
         for number, one in enumerate(flat):
@@ -248,7 +262,7 @@ def _is_the_same(out: Any, heard: Any) -> bool:
     return all(type(one) is VirtualTensor and one is other for one, other in zip(out, heard, strict=True))
 
 
-def _flat(items: Any) -> tuple[Any, ...]:
+def spread(items: Any) -> tuple[Any, ...]:
     found: list[Any] = []
     for item in items:
         if type(item) in (list, tuple):
@@ -266,3 +280,11 @@ def _place(places: dict[int, int], one: Any) -> Any:
         found = tuple(places.get(id(item)) for item in one)
         return None if None in found else found
     return _Fixed(one)
+
+
+def may_write(tensor: Any) -> bool:
+    """Whether only the version counter has to know of it: views have a say where gradients are on, and PyTorch refuses to write
+    to tensors of inference mode outside of it."""
+    if torch.is_grad_enabled() and is_view(tensor):
+        return False
+    return torch.is_inference_mode_enabled() or not tensor.is_inference()

@@ -48,8 +48,8 @@ class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
     how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
-    one was last noted, a list for the operators that run, where somebody listens, and (operator, what it gives) where that is
-    known before C++ asks.
+    one was last noted, a list for the operators that run, where somebody listens, and who does so for all of them, and (operator,
+    what it gives) where that is known before C++ asks.
     """
 
     in_kernel = False
@@ -59,6 +59,7 @@ class ThreadState(threading.local):
     last_device = 0
     origin = "compute"
     heard: list[Any] | None = None
+    listener: Any = None
     given: tuple[Any, Any] | None = None
 
 

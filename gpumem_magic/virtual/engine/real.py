@@ -6,6 +6,7 @@ values are exact. Operators that only CUDA has run by an equivalent (`equivalent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -27,11 +28,12 @@ from gpumem_magic.virtual.engine.computing import (
     gives_one_tensor,
     gives_tensors,
     has_values,
+    is_one_place,
     runs_in_parts,
     touches_values,
 )
-from gpumem_magic.virtual.engine.engine import Met
-from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall
+from gpumem_magic.virtual.engine.engine import OUTSIDE_BACKWARD, Met
+from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall, may_write, spread
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
@@ -43,14 +45,17 @@ from gpumem_magic.virtual.engine.host_calls import (
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory, HostMemoryFull
 from gpumem_magic.virtual.engine.memory import Memory
-from gpumem_magic.virtual.engine.modes import META, STATE, cuda, pushed, seen_by_others, undisturbed
+from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, STATE, cuda, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
+from gpumem_magic.virtual.engine.sequences import Handed, Made, OperatorSequence, OperatorStep, SequenceListener
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 from gpumem_magic.virtual.engine.twins import leaves, on_host
 from gpumem_magic.virtual.engine.values import Known
 
 _TO_COPY = _aten._to_copy.default
+_NUMBERS = frozenset((int, float, bool))
+_FILL, _COPY = _aten.fill_.Tensor, _aten.copy_.default
 _READ = _aten._local_scalar_dense.default
 _CPU = torch.device("cpu")
 # C++'s own, past what is put in its place while a device is on.
@@ -124,12 +129,16 @@ class RealEngine(ComputingEngine):
             if looks is None:
                 return NotImplemented
             shortcut = functions.found(looks, args)
+            if shortcut is NotImplemented:
+                return NotImplemented
             if shortcut is not None:
                 with self.uninterrupted, self.lock:
                     if isinstance(shortcut, Shortcut):
                         return self._shortly(shortcut, func, args, kwargs)
                     if isinstance(shortcut, ViewCall):
                         return self._viewed(shortcut, func, args, kwargs)
+                    if isinstance(shortcut, OperatorSequence):
+                        return self._one_by_one(shortcut, args, kwargs)
                     return self._copied(shortcut, args)
         with self.uninterrupted:
             return self._listened(looks, func, args, kwargs or {})
@@ -195,6 +204,35 @@ class RealEngine(ComputingEngine):
             _pop(None)
             STATE.given = None
 
+    def assigned(self, tensor: Any, index: Any, value: Any) -> bool:
+        """A number, or a tensor of the same type on the same device, that is written to one piece of a tensor takes nothing: what
+        runs are views, and `fill_` or `copy_`. Looks are not learned, since the places are others at each call."""
+        if STATE.depth or STATE.heard is not None or not (is_ordinary(tensor) and is_one_place(index)):
+            return False
+        number = type(value) in _NUMBERS
+        if not (number or is_ordinary(value)) or not undisturbed() or seen_by_others():
+            return False
+        operator = _FILL if number else _COPY
+        with self.uninterrupted, self.lock, no_functions():
+            looks: list[Any] = []
+            if not self.alike.describe(looks, (tensor, value), False, torch.is_grad_enabled()):
+                return False
+            device = tensor.fake_device
+            if not number and (value.dtype is not tensor.dtype or value.fake_device != device):
+                return False
+            if not self._is_free() or self._under_way is not None or self.table.holds_overwritten:
+                return False
+            if kernel_rules.rules_of_users or STATE.backward or not may_write(tensor):
+                return False
+            if self.memory.is_recorded(device.index) or self.memory.takes_after(operator):
+                return False
+            twins = self.twins
+            self._begin(device.index)
+            self.computed += 1
+            twins.plainly(tensor)[index] = value if number else twins.plainly(value)
+            self._written(tensor, True)
+            return True
+
     def _is_free(self) -> bool:
         """Whether what runs now is the program's own call, and is done when it is called."""
         if deterministic.are_asked_for():
@@ -217,7 +255,7 @@ class RealEngine(ComputingEngine):
             return NotImplemented
         if kernel_rules.rules_of_users and kernel_rules.for_operator(func) is not None:
             return NotImplemented
-        if writes and not shortcut.may_write(args[0]):
+        if writes and not may_write(args[0]):
             return NotImplemented
         if self._under_way is not None or self.table.holds_overwritten or self.memory.is_recorded(answer.device):
             out: Any = self._handle(*shortcut.operator(args, kwargs), answer.device, answer)
@@ -271,22 +309,127 @@ class RealEngine(ComputingEngine):
 
     def _listened(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function, and keeps what it came down to."""
-        before = STATE.heard
+        before = STATE.heard, STATE.listener
         heard = STATE.heard = []
+        given = (*args, *kwargs.values())
+        listener = STATE.listener = SequenceListener(self, spread(given))
         try:
             with pushed(self.mode):
                 out = func(*args, **kwargs)
         finally:
-            STATE.heard = before
+            STATE.heard, STATE.listener = before
+        if len(heard) == 1:
+            heard[0] = heard[0].over()
         way = self._ways.get(id(heard[0].func)) if len(heard) == 1 else None
         with no_functions():
             if len(heard) == 1 and heard[0].func is _READ and not isinstance(out, torch.Tensor):
                 self.functions.reading[id(func)] = func
             plain, views = way is not None and self._is_plain(way, heard[0]), way is not None and _only_looks(way)
-            self.functions.learn(looks, func, args, kwargs, heard, plain, views, out)
+            several = listener.operators(given[0] if given else None, out) if not views else None
+            self.functions.learn(looks, func, args, kwargs, heard, plain, views, out, several)
         return out
 
+    def _one_by_one(self, operators: OperatorSequence, args: Any, kwargs: Any) -> Any:
+        """What a function gives whose operators are known; NotImplemented as for `_shortly`. Inside `no_functions`."""
+        device, table, twins = operators.device, self.table, self.twins
+        if not self._is_free() or STATE.backward or kernel_rules.rules_of_users:
+            return NotImplemented
+        if self._under_way is not None or table.holds_overwritten or self.memory.is_recorded(device):
+            return NotImplemented
+        given = spread((*args, *kwargs.values()) if kwargs else args)
+        if operators.writes and not may_write(given[0]):
+            return NotImplemented
+        if any(step.answer.kernels is None and self._met[id(step.func)].beside is not None for step in operators.steps):
+            return NotImplemented
+        self._begin(device)
+        hosts = [on_host(twins, one) if isinstance(one, torch.Tensor) else None for one in given]
+        made: list[Any] = [None] * operators.made
+        taken: dict[int, int] = {}
+        out: Any = None
+        try:
+            for step in operators.steps:
+                for number in step.gone:
+                    made[number] = None
+                    address = taken.pop(number)
+                    if address:
+                        table.free(device, address)
+                for number, nbytes in step.new:
+                    if number == operators.memory:
+                        out = self.alike.given_one(step.answer, step.results.index(number))
+                        table.place(out.untyped_storage(), device, 0)
+                    else:
+                        taken[number] = table.take(device, nbytes) if nbytes else 0
+                self._run_step(step, hosts, made, device)
+        finally:
+            for number in operators.left:
+                if taken.get(number):
+                    table.free(device, taken[number])
+        if out is None:
+            for _ in range(operators.writes):
+                self._written(given[0], True)
+            return None if operators.silently else given[0]
+        result = made[operators.out or 0]
+        if operators.like is not None:
+            out = self.alike.on_memory_of(out, *operators.like)
+        if not twins.keep(out, result, hosts):
+            refuse_to_compute(operators.steps[-1].func, "its results have other sizes on the host")
+        return out
+
+    def _run_step(self, step: OperatorStep, hosts: Sequence[Any], made: list[Any], device: int) -> None:
+        """An operator of several: what its kernels take, and its values."""
+
+        def there(arg: Any) -> Any:
+            kind = type(arg)
+            if kind is Made:
+                return made[arg.number]
+            if kind is Handed:
+                return hosts[arg.number]
+            return kind([there(one) for one in arg]) if kind is list or kind is tuple else arg
+
+        args = [there(arg) for arg in step.args]
+        kwargs = {name: there(arg) for name, arg in step.kwargs.items()}
+        kernels = step.answer.kernels
+        if kernels is not None and (kernels.held or kernels.each):
+            self.run_kernels(kernels, device)
+        if self._met[id(step.func)].takes_after:
+            self.memory.after_operator(step.func, args, device)
+        self.computed += 1
+        try:
+            result = step.function(*args, **kwargs)
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+            result = computed(step.func, args, kwargs)
+        results = (result,) if step.answer.kind is None else result
+        for place, number in enumerate(step.results):
+            if number is not None:
+                made[number] = _laid_as(results[place], step.answer.made[place])
+
+    def again_on_host(self, func: Any, args: Any, kwargs: Any, answer: Answer) -> Any:
+        """What the host calls for an operator whose memory follows from how its arguments look; None for others."""
+        way = self._ways.get(id(func))
+        if way is None or not way.met.again or way.first or id(func) in self._writing_each:
+            return None
+        met = way.met
+        if met.plain is not None and not met.plain(self, args, kwargs):
+            return None
+        if (met.asks and func not in OUTSIDE_BACKWARD) or (met.beside is not None and answer.kernels is None):
+            return None
+        function = way.function if way.touches else func if _only_looks(way) else None
+        return function if function is None or isinstance(function, FunctionType) else function._op
+
     def handle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        listener = STATE.listener
+        if listener is not None and func is not DEVICE_QUERY:
+            # (What a rule runs is not heard.)
+            STATE.listener = None
+            try:
+                out = super().handle(func, types, args, kwargs)
+            finally:
+                STATE.listener = listener
+            with no_functions():
+                listener.heard(func, args, kwargs, out)
+            return out
         way = self._ways.get(id(func))
         if way is not None and way.quick and STATE.heard is None:
             out = self._met_again(way, func, args, kwargs)
@@ -536,6 +679,13 @@ class RealEngine(ComputingEngine):
             refuse_to_compute(getattr(function, "__name__", function), "its results have other sizes on the host")
         answer.as_on_host = twins.has_taken(out, result)
         return True
+
+
+def _laid_as(host: Any, made: Any) -> Any:
+    """A host's result, lying as the device's does."""
+    if host.stride() == made[1] and host.size() == made[0]:
+        return host
+    return _empty_strided(made[0], made[1], dtype=host.dtype, device=_CPU).copy_(host)
 
 
 def _only_looks(way: _Handling) -> bool:

@@ -111,12 +111,20 @@ class StorageTable:
         finally:
             self._at_work = False
 
-    def _take(self, device: int, nbytes: int) -> int:
+    def waiting(self) -> dict[int, int]:
+        """By the `id` of their references, the places in the queue of storages that have ended and are not freed yet."""
+        return {id(reference): number for number, reference in enumerate(self._ended)}
+
+    def take(self, device: int, nbytes: int) -> int:
+        """Memory for no storage, which its owner frees."""
         self._at_work = True
         try:
             return self._malloc(device, nbytes)
         finally:
             self._at_work = False
+
+    def free(self, device: int, address: int) -> None:
+        self._free(device, address)
 
     def held_weakly(self, reference: Any) -> None:
         """From now on asks C++'s own weak reference whether the storage lives: where PyTorch keeps a storage's Python object
@@ -150,7 +158,7 @@ class StorageTable:
             # One that has ended lay there, and its free waits.
             self.drain()
         nbytes = storage.nbytes()
-        # (`_take` written out: each new tensor passes here.)
+        # (`take` written out: each new tensor passes here.)
         self._at_work = True
         try:
             address = self._malloc(device, nbytes) if nbytes else 0
@@ -203,7 +211,7 @@ class StorageTable:
         nbytes = storage.nbytes()
         if nbytes == placement.nbytes:
             return
-        address = self._take(placement.device, nbytes) if nbytes else 0
+        address = self.take(placement.device, nbytes) if nbytes else 0
         if placement.nbytes:
             self._free(placement.device, placement.address)
         placement.address = address

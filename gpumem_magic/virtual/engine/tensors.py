@@ -23,6 +23,7 @@ from types import (
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch._C import _len_torch_dispatch_stack
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import handle_torch_function
@@ -49,6 +50,15 @@ from gpumem_magic.virtual.engine.views_anew import WRITTEN, after_function, befo
 _NOTHING = nullcontext()
 # What runs no Python of the program's, so that it is over soon.
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+# What does no more in Python than call such functions, as its arguments alone say (torch/_tensor.py, nn/functional.py and
+# functional.py of 2.9 to 2.13): it warns of nothing, and draws nothing.
+_ONLY_HANDING_ON = frozenset(
+    (
+        torch.Tensor.__rsub__, torch.Tensor.__rdiv__, torch.Tensor.__rpow__, torch.Tensor.__pow__, torch.Tensor.__floordiv__,
+        torch.Tensor.norm, torch.functional.norm, F.layer_norm, F.rms_norm, F.group_norm, F.embedding, F.relu, F.silu, F.elu,
+        F.leaky_relu, F.normalize,
+    )
+)  # fmt: skip
 
 
 class TensorEngine(Protocol):
@@ -346,7 +356,11 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 if found is not None:
                     return found
                 func = engine.of_device(func, args)
-            if engine.computes and ordinary and type(plain := behind_relays(func)) in _OF_C:
+            if (
+                engine.computes
+                and ordinary
+                and (type(plain := behind_relays(func)) in _OF_C or plain in _ONLY_HANDING_ON)
+            ):
                 # (Which cannot run Python of the program's. What we put in its place was called before.)
                 found = engine.at_once(plain, args, kwargs)
                 if found is not NotImplemented:

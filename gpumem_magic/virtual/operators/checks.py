@@ -113,12 +113,13 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
 
 
 for _packet, _rule in _OF_ONE.items():
-    special(_packet.Tensor, _packet.Scalar, plain=_says_nothing)(_compare(_rule))
+    special(_packet.Tensor, _packet.Scalar, plain=_says_nothing, outside_backward=True)(_compare(_rule))
 
 
 @special(
     *overloads("logical_not logical_and logical_or bitwise_not bitwise_and.Tensor bitwise_or.Tensor"),
     plain=_says_nothing,
+    outside_backward=True,
 )
 def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     checks = all(_is_check(side) for side in args[:2])
@@ -131,7 +132,15 @@ def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default)
 
 
-@special(*_ALL, _aten.any.default, _aten.any.dim, _aten.any.dims, _aten._is_any_true.default, plain=_says_nothing)
+@special(
+    *_ALL,
+    _aten.any.default,
+    _aten.any.dim,
+    _aten.any.dims,
+    _aten._is_any_true.default,
+    plain=_says_nothing,
+    outside_backward=True,
+)
 def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.run(func, args, kwargs, device)
     if HOLDING.is_up and func in _ALL and isinstance(out, VirtualTensor) and values.exact(out) is None:

@@ -19,6 +19,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
@@ -236,16 +237,18 @@ def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device
 
 
 @special(*_PRODUCTS, table=BESIDE)
-def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int] | Kernels:
     """Plain copies, and of complex numbers those that are conjugated, where a product takes them as they lie: cuBLAS conjugates
     what it transposes. The second first (`cublasCommonArgs` and `prepare_batch_matrix_for_cublas` in ``Blas.cpp``)."""
     in_rows = out.stride(-1) == 1 and (out.dim() == 2 or out.stride(-2) != 1)
     matrices = (
         [args[place] for place in reversed(_PRODUCTS[func])] if in_rows else [args[place] for place in _PRODUCTS[func]]
     )
-    return [
+    copied = [
         bytes_of(one) for one in matrices if not _lies_right(one) or (one.is_conj() and in_rows == _lies_in_rows(one))
     ]
+    # (Nothing is copied of any that look so. What is, is there while the library takes its workspace.)
+    return copied or Kernels((), ())
 
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)

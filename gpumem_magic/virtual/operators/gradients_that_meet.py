@@ -81,7 +81,7 @@ def _is_forward_sum(engine: Engine, args: Any, kwargs: Any) -> bool:
     return not (STATE.backward or is_mask_added(args))
 
 
-@special(_aten.add.Tensor, plain=_is_forward_sum)
+@special(_aten.add.Tensor, plain=_is_forward_sum, outside_backward=True)
 def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if not STATE.backward or kwargs or torch.is_grad_enabled() or not _is_engines_sum(engine, args):
         if is_mask_added(args):

@@ -30,7 +30,7 @@ def _is_plain(engine: Engine, args: Any, kwargs: Any) -> bool:
     return not (STATE.backward or torch.are_deterministic_algorithms_enabled())
 
 
-@special(*_BY_LIST, *_BY_PLACE, plain=_is_plain)
+@special(*_BY_LIST, *_BY_PLACE, plain=_is_plain, outside_backward=True)
 def _write(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if func in IN_PLACE and writes_into_zeros():
         func = IN_PLACE[func]

@@ -387,7 +387,9 @@ def _writes_plainly(engine: Engine, args: Any, kwargs: Any) -> bool:
     return len(indices) == 1 or not index_lists.bytes_laid_out([index_lists.lie_of(index) for index in indices])
 
 
-@special(*overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"), plain=_writes_plainly)
+@special(
+    *overloads("_index_put_impl_ index_put_ index_put _unsafe_index_put"), plain=_writes_plainly, outside_backward=True
+)
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
     index_lists.refuse_other_masks(target, indices, engine.assumed)

@@ -163,7 +163,7 @@ def _is_of_flags(engine: Engine, args: Any, kwargs: Any) -> bool:
     return args[0].dtype is not torch.uint8
 
 
-@special(_aten.where.self, plain=_is_of_flags)
+@special(_aten.where.self, plain=_is_of_flags, by_looks=True)
 def _where(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode):
         flags = args[0].bool()
@@ -213,12 +213,12 @@ def _is_real(engine: Engine, args: Any, kwargs: Any) -> bool:
     return not args[0].is_complex()
 
 
-@special(_aten.abs.default, _aten.abs.out, _aten.angle.out, table=BESIDE, plain=_is_real)
+@special(_aten.abs.default, _aten.abs.out, _aten.angle.out, table=BESIDE, plain=_is_real, by_looks=True)
 def _size_of_complex(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     return [] if _is_real(engine, args, kwargs) or out.is_complex() else [args[0].numel() * args[0].element_size()]
 
 
-@special(_aten.angle.default, plain=_is_real)
+@special(_aten.angle.default, plain=_is_real, by_looks=True)
 def _angle(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with engine.scratch(device, args[0].numel() * args[0].element_size() if args[0].is_complex() else 0):
         return engine.run(func, args, kwargs, device)

@@ -9,6 +9,7 @@ and of `max`, `min`, the medians of a whole tensor and `clamp` by tensors, which
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,9 @@ def is_no_gradient(engine: Engine, args: Any, kwargs: Any) -> bool:
     return not STATE.backward
 
 
-@special(*(function for function in IN_PLACE if function not in _ELSEWHERE), plain=is_no_gradient)
+@special(
+    *(function for function in IN_PLACE if function not in _ELSEWHERE), plain=is_no_gradient, outside_backward=True
+)
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
 
@@ -80,15 +83,28 @@ _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
 }
 
 
-@special(
-    *(function for function in _STEPS if function not in overloads("logical_and logical_or add.Tensor")),
-    plain=is_no_gradient,
-)
+def _is_no_step_of(nodes: frozenset[str]) -> Callable[[Engine, Any, Any], bool]:
+    """Whether the operator that runs now belongs to none of these gradients."""
+
+    def plain(engine: Engine, args: Any, kwargs: Any) -> bool:
+        if not STATE.backward:
+            return True
+        node = _current_node()
+        return node is None or node.name() not in nodes
+
+    return plain
+
+
 def _step(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return engine.run(as_device_does(engine, func, args), args, kwargs, device)
 
 
-@special(_NEGATIVE, plain=is_no_gradient)
+for _function, (_, _nodes) in _STEPS.items():
+    if _function not in overloads("logical_and logical_or add.Tensor"):
+        special(_function, plain=_is_no_step_of(_nodes), outside_backward=True)(_step)
+
+
+@special(_NEGATIVE, plain=_is_no_step_of(_CROSS_ENTROPY), outside_backward=True)
 def _negated(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The gradient of a cross entropy's target begins with the negative scores, and what these are multiplied with comes into
     another tensor (`binary_cross_entropy_with_logits_target_backward`)."""
