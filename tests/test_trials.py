@@ -366,6 +366,17 @@ def test_names_that_a_cell_only_reads_and_live_tensors_are_there(book: Notebook)
     book.cell("del weights")
 
 
+def test_where_nothing_fits_what_earlier_cells_hold_is_said(book: Notebook) -> None:
+    book.cell("big = torch.ones(100, 512, 512, device='cuda')")
+    book.cell("%%gpumem --fit rows=1..8 -q -o found\nout = torch.ones(rows, 160, 1024, 256, device='cuda')")
+    said = repr(book.shell.user_ns["found"])
+    assert "Not even rows=1 fits" in said
+    assert "100 MiB were in use before the cell began: `%gpumem_who` says by what." in said
+    book.cell("del big")
+    book.cell("%%gpumem --fit rows=1..8 -q -o found\nout = torch.ones(rows, 300, 1024, 256, device='cuda')")
+    assert "in use before" not in repr(book.shell.user_ns["found"])
+
+
 def test_what_a_cell_saves_is_not_written_and_loaded_again(book: Notebook, tmp_path: Path) -> None:
     old, new = tmp_path / "old.pt", tmp_path / "new.pt"
     torch.save({"best": 7}, old)

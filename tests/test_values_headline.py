@@ -226,6 +226,18 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ),
         ("y = x.cpu()\nwhile y.dim() > 1: y = y[0]", 1, False),
         ("if sum(found_inf(x.item())):\n    n = 1\nwhile n > 3: pass", 1, False),
+        # What is under another key of a dictionary.
+        ("run = {'at': 0}\nrun['loss'] = x.item()\nwhile run['at'] < 9: run['at'] += 1", 2, False),
+        ("run = {}\nrun['loss'] = x.item()\nwhile run['loss'] > 1: pass", 2, True),
+        ("run = {}\nrun['of']['loss'] = x.item()\nwhile run['of']['best'] > 1: pass", 2, True),
+        ("self.run['loss'] += x.item()\nwhile self.run['at'] < 9: pass", 1, False),
+        ("run[name] = x.item()\nwhile run['at'] < 9: pass", 1, True),
+        ("run['loss'] = x.item()\nwhile run[name] < 9: pass", 1, True),
+        ("run['loss'] = x.item()\nwhile any(run.values()): pass", 1, True),
+        ("run['loss'] = x.item()\nother = run\nwhile other['loss'] < 9: pass", 1, True),
+        ("def late(run):\n    while run['loss'] > 1: pass\nown['loss'] = x.item()\nlate(own)", 3, True),
+        ("run['a.b(c'] = x.item()\nwhile run['a.b(d'] > 1: pass", 1, False),
+        ("run['loss'].append(x.item())\nwhile run['loss'][-1] > 1: pass", 1, True),
         # A library's function is no method of that name, but one of the program's own modules may be.
         (
             "import torch\ny = x.item()\ntorch.save(y)\nclass Keeper:\n    def save(self, z):\n        while z > 1: pass",

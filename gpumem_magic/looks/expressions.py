@@ -60,16 +60,43 @@ def targets(node: ast.expr) -> Iterator[str]:
     elif isinstance(node, ast.Starred):
         yield from targets(node.value)
     elif isinstance(node, ast.Subscript):
+        entry = entry_of(node)
         yield from inside(node.value)
+        if entry is not None:
+            yield f"{entry[0]}[={entry[1]}]"
+        else:
+            yield from anywhere_in(node.value)
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
         # What is in `seen.setdefault(name, [])` is in `seen`.
         yield from inside(node.func.value)
+        yield from anywhere_in(node.func.value)
     elif found := dotted(node):
         yield found
 
 
 def inside(node: ast.expr) -> Iterator[str]:
-    return (f"{one.removesuffix('[]')}[]" for one in targets(node))
+    return (f"{one}[]" for one in _roots(node))
+
+
+def anywhere_in(node: ast.expr) -> Iterator[str]:
+    """The same where nobody knows at which key."""
+    return (f"{one}[*]" for one in _roots(node))
+
+
+def _roots(node: ast.expr) -> Iterator[str]:
+    return iter(dict.fromkeys(one.partition("[")[0] for one in targets(node)))
+
+
+def entry_of(node: ast.Subscript) -> tuple[str, str] | None:
+    """``state['loss'][0]``: in which dictionary, and at which key, where a text says it."""
+    inner: ast.expr = node
+    while isinstance(inner, ast.Subscript):
+        key, inner = inner.slice, inner.value
+    name = dotted(inner)
+    if not name or not isinstance(key, ast.Constant) or type(key.value) is not str:
+        return None
+    # (What else stands in a key has a meaning there.)
+    return name, key.value.translate(str.maketrans(".()[]#?", "_______"))
 
 
 def calls(node: ast.AST) -> Iterator[ast.Call]:

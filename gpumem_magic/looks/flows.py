@@ -17,12 +17,14 @@ from typing import NamedTuple
 from gpumem_magic.looks.expressions import (
     LEAVES,
     QUIET,
+    anywhere_in,
     arguments,
     as_long_as,
     called,
     calls,
     checks,
     dotted,
+    entry_of,
     functions_asked,
     imported_modules,
     inside,
@@ -41,7 +43,8 @@ from gpumem_magic.looks.expressions import (
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
 # arguments (``best(0``, ``best(limit``), which have no scope; ``::best()`` is that of a function which is no method, as in
-# ``torch.load()``. ``seen[]`` is what is in ``seen``, ``seen#`` its length, ``seen?`` how many it selects as a mask.
+# ``torch.load()``. ``seen[]`` is what is in ``seen``, ``seen[=best]`` what is there under
+# that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it selects as a mask.
 Key = tuple[int, str]
 Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -240,14 +243,14 @@ class _FlowReader:
         return f"::{name}" if of_module else name
 
     def _link(self, source: Key, target: Key) -> None:
-        for what in ("", "[]"):
-            before, after = (source[0], f"{source[1]}{what}"), (target[0], f"{target[1]}{what}")
-            self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), (after,), "value"))
+        for what, whats in (("", ("",)), ("[]", ("[]", "[*]"))):
+            before, after = (source[0], f"{source[1]}{what}"), tuple((target[0], f"{target[1]}{one}") for one in whats)
+            self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value"))
 
     def _key(self, name: str) -> Key:
         if "." in name:
             return 0, f".{name.rpartition('.')[2]}"
-        bare = name.removesuffix("[]")
+        bare = name.partition("[")[0]
         for at, own in reversed(self._scopes):
             if bare in own:
                 return at, name
@@ -381,7 +384,8 @@ class _FlowReader:
                 self._flow(one.value, ((0, f"{known_as}({one.arg}"),), "argument")
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
-                self._flow(argument, tuple(map(self._key, inside(call.func.value))))
+                names = (*inside(call.func.value), *anywhere_in(call.func.value))
+                self._flow(argument, tuple(map(self._key, names)))
         for key in keys_given(call, self._keyed):
             self._holds(key, call.func.value)  # type: ignore[attr-defined]
         if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
@@ -469,6 +473,13 @@ class _FlowReader:
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
                 yield 0, f"{function}()"
+        elif isinstance(node, ast.Subscript) and (entry := entry_of(node)) is not None:
+            yield from (self._key(f"{entry[0]}{where}") for where in ("", f"[={entry[1]}]", "[*]"))
+            parts = entry[0].split(".")
+            yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
+            while isinstance(node, ast.Subscript):
+                yield from self._keys(node.slice, "")
+                node = node.value
         elif found := dotted(node):
             parts = found.split(".")
             # (Whatever is asked of a shape or a device, as in ``x.device.type``, says nothing of values.)

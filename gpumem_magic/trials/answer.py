@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 # So many values are named.
 _FEW = 3
+# What is less than this part of a card is no reason why nothing fits there.
+_FEW_OF_IT = 20
 _NOWHERE: Mapping[str, Sequence[int]] = MappingProxyType({})
 
 
@@ -113,7 +115,10 @@ class Fits:
             lowest = _lowest(found)
             if lowest.ending == ERROR:
                 return f"Nothing can be said of {self.name}: {self._errors(found)}."
-            return f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
+            words = f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
+            if self._subject == "cell" and lowest.before * _FEW_OF_IT >= lowest.capacity:
+                return f"{words} {human(lowest.before)} were in use before the cell began: `%gpumem_who` says by what."
+            return words
         words = f"{self._told(best)} fits on {card} ({of_the_card(best)})"
         if found.is_constant and above is None:
             return f"{words}, the last value that was asked for: the memory does not depend on {self.name}."

@@ -165,6 +165,7 @@ def _told(
         course=_course(view, device, owners, ending == FITS),
         notes=report.notes,
         kept={} if kept is None else kept.activations,
+        before=report.checkpoints[0].allocated,
     )
 
 

@@ -49,7 +49,7 @@ class Tried:
     iterations: of training; repeats: whether it ended since they repeated exactly; assumes: although a loop goes by its
     number, and may do something else later; cut: whether a library's loop was left, with all that follows it.
     line, statement, iteration: where it failed; wanted: the request that failed; error: the first line of another error.
-    notes: what its report says besides.
+    notes: what its report says besides. before: what was allocated when it began.
     kept: activations at the start of the first backward by the path of the module that made them, "" for none.
     grown: what was held more after its last iteration than after the first; growing: what each still added when it was ended,
     after `left_after` of them.
@@ -77,6 +77,7 @@ class Tried:
     iteration: tuple[int, ...] = ()
     wanted: int = 0
     error: str = ""
+    before: int = 0
     course: Course | None = field(default=None, repr=False, compare=False)
     flops: int = 0
     notes: tuple[str, ...] = ()
