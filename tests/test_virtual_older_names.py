@@ -222,6 +222,20 @@ def test_compiled_modules_move_with_their_parameters(make: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_trace_outlives_its_module() -> None:
+    """Python collects the module in a circle; C++ goes on holding its parameters."""
+    module = nn.Sequential(nn.Linear(3, 4), nn.ReLU()).cuda()
+    module.circle = [module]
+    traced = torch.jit.trace(module, torch.rand(2, 3, device="cuda"))
+    del module
+    gc.collect()
+    assert [parameter.device for parameter in traced.parameters()] == [torch.device("cuda", 0)] * 2
+    traced(torch.rand(2, 3, device="cuda")).sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.is_cuda for parameter in traced.parameters())
+    assert traced.cpu()(torch.rand(2, 3)).device.type == "cpu"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 def test_a_trace_has_numbers_that_are_constants() -> None:
     """TorchScript reads each of them, as a tensor on the host."""
     traced = torch.jit.trace(lambda x: (x * 2.5 + 1) / 3, torch.rand(2, 3, device="cuda"))

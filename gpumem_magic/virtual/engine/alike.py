@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from gpumem_magic.private import aten
 from gpumem_magic.virtual.engine.calls import device_among
-from gpumem_magic.virtual.engine.modes import META, STATE
+from gpumem_magic.virtual.engine.modes import META, STATE, cuda
 from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor, all_attributes
 
 _ENDS = {int, type(None)}
@@ -172,7 +172,7 @@ class AlikeCalls:
             if kind is VirtualTensor or kind is VirtualParameter:
                 dtype = arg.dtype
                 if (
-                    all_attributes(arg)["fake_mode"] is not self._fake
+                    all_attributes(arg).get("fake_mode") is not self._fake
                     or arg.layout is not _STRIDED
                     or arg.is_neg()
                     or (dtype.is_complex and arg.is_conj())
@@ -239,6 +239,11 @@ class AlikeCalls:
         _set_throw(tensor)
         all_attributes(tensor).update(self._attributes.get(device) or self._of_a_fake(device))
         return tensor
+
+    def attributes(self, device: int) -> dict[str, Any]:
+        """What a tensor's dictionary holds of a device."""
+        place = cuda(device)
+        return self._attributes.get(place) or self._of_a_fake(place)
 
     def _told(self, args: Any, tensor: Any) -> Any:
         """How to make a tensor like this one (`_Made`); False where that would not be the same."""

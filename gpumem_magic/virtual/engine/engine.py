@@ -105,7 +105,7 @@ from gpumem_magic.virtual.engine.overlaps import (
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import StorageTable
-from gpumem_magic.virtual.engine.tensors import OTHERWISE, VirtualTensor, is_ordinary, plainly
+from gpumem_magic.virtual.engine.tensors import ENGINES, OTHERWISE, VirtualTensor, is_ordinary, plainly
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
@@ -267,6 +267,7 @@ class Engine:
         # By the operator's `id`: PyTorch's own hash of it is Python's, and takes longer than looking it up.
         self._met: dict[int, Met] = {}
         self._writing_each = _writing_each()
+        ENGINES.add(self)
 
     # ---- tensors
 

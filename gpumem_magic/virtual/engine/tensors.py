@@ -6,6 +6,7 @@ import functools
 import re
 import sys
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -286,6 +287,26 @@ class VirtualKind(type(torch.Tensor)):  # type: ignore[misc]
         return type.__hash__(cls) if own is None else hash(own)
 
 
+# The engines whose tensors may have to be told again what they are.
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+# Since when a tensor that C++ holds keeps its dictionary when Python collects what held it besides (a module that was traced).
+# (2.9 lets go of it, 2.13 does not; between them it is not known.)
+_KEEPS_DICTIONARY = torch.__version__ >= "2.13"
+
+
+def _told_again(tensor: Any, name: str) -> Any:
+    """What a virtual tensor's dictionary held of its device, put there anew by where its storage is."""
+    if name in ("fake_mode", "fake_device", "_fake_device"):
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = tensor.untyped_storage()
+        for engine in list(ENGINES):
+            found = engine.table.find(storage)
+            if found is not None:
+                all_attributes(tensor).update(engine.alike.attributes(found.device))
+                return all_attributes(tensor)[name]
+    raise AttributeError(f"'{type(tensor).__name__}' object has no attribute '{name}'")
+
+
 class VirtualTensor(FakeTensor, metaclass=VirtualKind):
     """A tensor on ``cuda:i`` of the virtual GPU.
 
@@ -312,6 +333,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         # (2.13.) The same without a step of Python's: each operator asks for it several times.
         fake_device = property(attrgetter("_fake_device"), _asked.fset)
     del _asked
+
+    if not _KEEPS_DICTIONARY:
+        __getattr__ = _told_again
 
     # Whether results of operators on it are of its class, too: it is one of the program's own (`wrappers`).
     keeps_class = False
