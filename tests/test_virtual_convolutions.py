@@ -229,6 +229,34 @@ def test_an_h100_copies_groups_of_enough_channels(
 
 
 @pytest.mark.parametrize(
+    ("given", "made", "points", "length", "is_copied"),
+    [(64, 16, 16, 1000, False), (256, 64, 16, 1000, True), (16, 256, 4, 1000, False), (256, 256, 4, 4000, True)],
+)
+def test_an_h100_turns_short_lines_into_longer_ones_without_copies(
+    given: int, made: int, points: int, length: int, is_copied: bool
+) -> None:
+    """Transposed convolutions along a line in TF32, as in vocoders; the longer ones are copied."""
+    stride = 8 if length > 1000 else 2
+    longer = (length - 1) * stride + points - 2 * (points // 4)
+    call = convolution(
+        way="input", fine=(1, made, 1, longer), weight=(given, made, 1, points), coarse=(1, given, 1, length),
+        stride=(1, stride), padding=(0, points // 4),
+    )  # fmt: skip
+    assert (estimate(call, (9, 0), (2, 11)) > 0) == is_copied
+
+
+@pytest.mark.parametrize(("width", "made", "is_copied"), [(2, 16, False), (3, 16, True), (2, 32, True)])
+def test_an_h100_copies_no_small_volume_for_a_small_transposed_kernel(width: int, made: int, is_copied: bool) -> None:
+    """Twice as large by kernels of 2 x 2 x 2, as in volumes' U-Nets, in TF32."""
+    edge = 15 * 2 + width
+    call = convolution(
+        way="input", fine=(2, made, edge, edge, edge), weight=(64, made, *[width] * 3), coarse=(2, 64, 16, 16, 16),
+        stride=(2, 2, 2), padding=(0, 0, 0), dilation=(1, 1, 1),
+    )  # fmt: skip
+    assert (estimate(call, (9, 0), (2, 11)) > 0) == is_copied
+
+
+@pytest.mark.parametrize(
     ("way", "dtype", "images", "edge", "channels", "groups", "width", "taken"),
     [
         # As an H100 took for strides of two, with the channels last.
