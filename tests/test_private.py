@@ -107,6 +107,8 @@ def test_the_versions_that_it_was_run_on_are_said_of_every_package() -> None:
 
 @pytest.fixture
 def off() -> Iterator[None]:
+    device.choose("T4")  # What PyTorch says of itself while it is imported for that is said by now.
+    device.off()
     yield
     device.off()
 

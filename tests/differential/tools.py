@@ -141,7 +141,7 @@ TOOLS: dict[str, tuple[str, list[str], list[str]]] = {
         ["import torch\nfrom torch.utils._python_dispatch import TorchDispatchMode\nseen = []\nclass Seen(TorchDispatchMode):\n    def __torch_dispatch__(self, f, types, args=(), kwargs=None):\n        seen.append(str(f))\n        return f(*args, **(kwargs or {}))"],
         ["with Seen():\n    x = torch.ones(3)\n    y = x + 1\n    z = 5\nseen"],
     ),
-    "weak references": ("weakref", ["import weakref, gc\nclass Node: pass"], ["n = Node()\nr = weakref.ref(n, lambda _: print('gone'))\ndel n\nprint(r())\nm = Node(); m.self = m; q = weakref.ref(m)\ndel m\nprint(q() is None, gc.isenabled())"]),
+    "weak references": ("weakref", ["import weakref, gc\nclass Node: pass"], ["n = Node()\nr = weakref.ref(n, lambda _: print('gone'))\ndel n\nprint(r())\ngc.disable()  # By itself Python collects at a moment of its own.\nm = Node(); m.self = m; q = weakref.ref(m)\ndel m\nprint(q() is None)\ngc.enable()"]),
     "logging": ("logging", ["import logging\nlogging.basicConfig(level=logging.DEBUG, format='%(message)s %(funcName)s %(lineno)d', stream=__import__('sys').stdout, force=True)"], ["logging.info('in a cell')\nlogging.debug('again')"]),
     "asyncio tasks": ("asyncio", ["import asyncio\nseen = []\nasync def tick():\n    for n in range(3):\n        seen.append(n)\n        await asyncio.sleep(0)"], ["t = asyncio.create_task(tick())\nawait asyncio.sleep(0.01)\nseen", "seen"]),
 }  # fmt: skip
