@@ -13,13 +13,14 @@ class Remembered(Generic[_Found]):
     """By identity, as a module of the program's own kind may hash and compare as it likes, and without keeping any."""
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[weakref.ref[ModuleType], _Found]] = {}
+        # With what takes a module's entry out when it goes: another may come in its place.
+        self._found: dict[int, tuple[_Found, weakref.ref[ModuleType]]] = {}
 
     def of(self, module: Any) -> _Found | None:
         """What was noted of it; None where nothing was."""
         noted = self._found.get(id(module))
-        # Another may have come in the place of one that is gone.
-        return noted[1] if noted is not None and noted[0]() is module else None
+        return None if noted is None else noted[0]
 
     def note(self, module: ModuleType, found: _Found) -> None:
-        self._found[id(module)] = weakref.ref(module), found
+        key, forget = id(module), self._found.pop
+        self._found[key] = found, weakref.ref(module, lambda _: forget(key, None))

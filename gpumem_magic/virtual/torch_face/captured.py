@@ -113,11 +113,10 @@ def _exchange(pairs: list[tuple[Any, Any]]) -> bool:
     looked_for = frozenset(by_id)
     found = False
     for key, module in list(sys.modules.items()):
-        names: Any = getattr(module, "__dict__", None)
-        barren = _barren.of(module)
-        if barren is not None and barren == len(names):
+        if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic"):
             continue
-        if key.startswith(("torch.", "gpumem_magic.")) or key in ("torch", "gpumem_magic") or type(names) is not dict:
+        names: Any = getattr(module, "__dict__", None)
+        if type(names) is not dict or len(names) == _barren.of(module):
             continue
         # Nearly every module has none of them, which is seen without a step of Python's for each of its names.
         if looked_for.isdisjoint(map(id, list(names.values()))):
