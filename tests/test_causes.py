@@ -1585,6 +1585,26 @@ def test_what_is_trained_on_is_no_unused_graph() -> None:
         assert "unused_graphs" not in names(report)
 
 
+def test_a_cycle_is_told_once_by_what_was_deleted_or_as_a_cycle(request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    module = (
+        "class Encoder(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.body = torch.nn.Linear(2048, 8192)\n        self.pool = self.mean\n"
+        "    def mean(self, x):\n        return x.mean(0)"
+    )
+    with notebook("A100-40GB") as book:
+        book.cell(module)
+        made = book.measured("for _ in range(3):\n    encoder = Encoder().cuda()\n    del encoder")
+        assert names(made) == ["reference_cycle"]
+        book.cell("pair = [Encoder().cuda(), Encoder().cuda()]")
+        gone = book.measured("del pair\ny = mib(1)")
+        (cause,) = gone.causes
+        assert cause.name == "del_freed_nothing"
+        way = "Encoder.pool -> method.__self__ -> Encoder"
+        assert cause.text == f"`del pair` freed nothing: a reference cycle ({way}) still holds 128 MiB of it."
+
+
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
 def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
     if case.tells == "reference_cycle":

@@ -518,3 +518,18 @@ def test_a_module_made_by_hand_is_the_users(machine: Any, monkeypatch: pytest.Mo
     holdings = find_owners(machine, namespace)
     assert places(holdings)["tools.history[0]"] == 3 * MIB
     assert not [place for place in places(holdings) if "made_here" in place or "odd" in place]
+
+
+def test_a_look_at_other_threads_keeps_nothing_of_theirs(machine: Any, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(gc.enable)
+    gc.disable()
+    namespace = ran(
+        "import threading\nbegun, enough = threading.Event(), threading.Event()\n"
+        "def work():\n    mine = mib(4)\n    begun.set()\n    enough.wait()\n"
+        "thread = threading.Thread(target=work)\nthread.start()\nbegun.wait()"
+    )
+    (held,) = find_owners(machine, namespace).held
+    assert (held.requested, held.place.partition(", in ")[0]) == (4 * MIB, "local `mine` of work()")
+    namespace["enough"].set()
+    namespace["thread"].join()
+    assert torch.cuda.memory_allocated() == 0

@@ -131,10 +131,14 @@ def _held_after(scene: Scene, name: str, begin: int, end: int) -> Iterator[Cause
     # Made again later in the cell, or renamed.
     if any(root.name == name for root in roots) or all(_was_renamed(scene, name, root.name) for root in roots):
         return
+    # Of cycles that the cell made `reference_cycle` tells all.
+    if all(root.kind == "cycle" for root in roots) and all(scene.alive[one.address].born >= 0 for one in left):
+        return
     statements = [root.statement for root in roots if root.statement is not None]
-    keepers = ", ".join(f"`{root.name}`" for root in roots[:3]) + (" and others" if len(roots) > 3 else "")
+    names = list(dict.fromkeys(root.name if root.kind == "cycle" else f"`{root.name}`" for root in roots))
+    keepers = ", ".join(names[:3]) + (" and others" if len(names) > 3 else "")
     freed = size_of(scene.freed(numbers))
-    word = "still hold" if len(roots) > 1 else "still holds"
+    word = "still hold" if len(names) > 1 else "still holds"
     yield Cause(
         "del_freed_nothing",
         f"`del {name}` freed nothing: {keepers} {word} {human(size_of(left))} of it.",
@@ -185,6 +189,7 @@ def _is_of(look: Sighting, name: str) -> bool:
 def _freed_under(scene: Scene, name: str, begin: int, end: int) -> bool:
     """Whether anything that was seen under a name was freed in an interval."""
     seen = {look.address for look in scene.recording.sightings if look.position <= begin and _is_of(look, name)}
+    seen |= scene.deleted.get(name, frozenset())
     return any(
         one.address in seen and one.freed is not None and begin <= one.freed < end and one.born < begin
         for one in scene.timeline.allocations
@@ -201,7 +206,8 @@ def _seen_as(scene: Scene, name: str, position: int) -> set[int]:
         and look.address in scene.alive
         and _is_of(look, name)
     }
-    found |= {address for address in scene.modules.get(name, ()) if address in scene.alive}
+    before = scene.modules.get(name, frozenset()) | scene.deleted.get(name, frozenset())
+    found |= {address for address in before if address in scene.alive}
     if name not in scene.modules and any(span.label in (name, f"{name}.forward") for span in scene.spans(FORWARD)):
         # A model of this very cell: parameters that only an optimizer still knows.
         found |= {one.address for one in scene.held if one.kind == "parameter" and ".param_groups" in one.place}

@@ -80,6 +80,8 @@ class Scene:
     checkpointing is on, in evaluation mode. searches_convolutions: whether cuDNN tries for the fastest way.
     reads_last_position: whether the cell, itself or in the functions that it names, takes ``[:, -1]`` of something.
     evaluated: the addresses of the parameters of the modules in evaluation mode. left: the functions that an error left.
+    deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
+    statement.
     """
 
     recording: Recording
@@ -102,6 +104,7 @@ class Scene:
     reads_last_position: bool = False
     evaluated: frozenset[int] = frozenset()
     left: LeftFunctions = field(default_factory=LeftFunctions)
+    deleted: Mapping[str, frozenset[int]] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import linecache
 import re
 import sys
@@ -10,7 +11,7 @@ from contextlib import suppress
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-from gpumem_magic.looks.fresh import made_anew
+from gpumem_magic.looks.fresh import made_anew, names_given
 from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
 from gpumem_magic.owners.traversal import is_users_module
 
@@ -50,6 +51,16 @@ def reads_last_position(source: str, namespace: Mapping[str, Any]) -> bool:
 def _text_of(code: CodeType) -> str:
     numbers = [line for *_, line in code.co_lines() if line is not None] or [code.co_firstlineno]
     return "".join(linecache.getline(code.co_filename, number) for number in range(min(numbers), max(numbers) + 1))
+
+
+def only_deleted(source: str) -> frozenset[str]:
+    """The names that a cell deletes and gives no value: what they had is of earlier cells."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # lines of IPython's
+        return frozenset()
+    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
+    return frozenset(one.id for one in names if isinstance(one.ctx, ast.Del)) - names_given(tree)
 
 
 def mentioned_and_unread(source: str, namespace: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:

@@ -20,7 +20,12 @@ from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.left import left_functions
 from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene
 from gpumem_magic.causes.program import ProgramText, placed, read_program
-from gpumem_magic.causes.source import mentioned_and_unread, never_clears_gradients, reads_last_position
+from gpumem_magic.causes.source import (
+    mentioned_and_unread,
+    never_clears_gradients,
+    only_deleted,
+    reads_last_position,
+)
 from gpumem_magic.devices.base import DeviceLog, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
@@ -65,6 +70,9 @@ class Why:
         self._evaluated: frozenset[int] = frozenset()
         self._left = LeftFunctions()
         self._modules: dict[str, frozenset[int]] = {}
+        # The program's variables, from the start to the cell's first statement.
+        self._namespace: Mapping[str, Any] | None = None
+        self._deleted: dict[str, frozenset[int]] = {}
         self._typed = ""
         self._source = ""
         self._never_clears = False
@@ -76,20 +84,25 @@ class Why:
         self._reads_last_position = False
 
     def read(self, source: str) -> None:
-        """The cell's own text."""
+        """The cell's own text, before it runs."""
         self._source = source
+        namespace, self._namespace = self._namespace, None
+        with self._timed("looking at what the cell deletes"):
+            self._deleted = self._memory_of(only_deleted(source), namespace or {})
 
     def start(self, namespace: Mapping[str, Any] | None, positions: Any) -> None:
         """positions: a function from a device's index to where its log stands."""
         with self._timed("looking at the notebook's models"):
             self._modules = _parameters_of(namespace or {}, self._machine)
             self._searches_convolutions = bool(torch.backends.cudnn.benchmark)
+        self._namespace = namespace
         with self._timed("watching the first backward"):
             self._watch_first_backward(positions)
 
     def stop(self, namespace: Mapping[str, Any] | None, error: BaseException | None) -> None:
         """Puts PyTorch back, and looks who holds what now. May be called without `start`."""
         self.put_back()
+        self._namespace = None
         with self._timed("looking for who holds the memory"):
             if namespace is not None:
                 self._holdings = find_owners(
@@ -173,6 +186,7 @@ class Why:
                 reads_last_position=self._reads_last_position,
                 evaluated=self._evaluated,
                 left=self._left,
+                deleted=self._deleted,
             )
             causes, failures = find_causes(scene)
             self._failures += failures
@@ -187,6 +201,18 @@ class Why:
             remarks=(*causes, *report.remarks, *self._failures),
             overhead_seconds=report.overhead_seconds + self.seconds,
         )
+
+    def _memory_of(self, names: frozenset[str], namespace: Mapping[str, Any]) -> dict[str, frozenset[int]]:
+        """Of some variables, the addresses of all memory that they lead to."""
+        variables = {name: value for name, value in items(namespace) if name in names}
+        if not variables:
+            return {}
+        found = find_owners(self._machine, variables, self._shell)
+        return {
+            root.name: frozenset(one.address for one in found.held if number in one.roots)
+            for number, root in enumerate(found.roots)
+            if root.kind == "variable" and root.name in variables
+        }
 
     def _place_in(self, view: DeviceView) -> int | None:
         """Where the device's log stood at the look at the first graph; None where there was none, or it was left out."""

@@ -9,6 +9,7 @@ import argparse
 import asyncio
 import contextlib
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, Protocol
@@ -66,10 +67,13 @@ class MeasuredCell:
             if self.coroutine.cr_frame is None or self.coroutine.cr_running:
                 return bool(self.coroutine.cr_running)
             return self._loop is None or self._loop.is_running()
+        frames = sys._current_frames()
+        # Not what looks: a frame in a variable of its own would keep all others until a garbage collection.
+        frames[threading.get_ident()] = sys._getframe(1)
         return any(
             # (The frames of another cell have the same code.)
             frame.f_code in self._runs and any(value is self for value in frame.f_locals.values())
-            for top in sys._current_frames().values()
+            for top in frames.values()
             for frame in _stack(top)
         )
 

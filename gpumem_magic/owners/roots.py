@@ -174,17 +174,22 @@ def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
 
 
 def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
-    """The user's functions that run in other threads. A frame's callers come with it."""
+    """The user's functions that run in other threads, with what called them."""
     own = threading.get_ident()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for thread, top in list(sys._current_frames().items()):
-        if thread == own:
-            continue
+    frames = sys._current_frames()
+    # This very frame: as a variable of its own it would keep all others, and what they hold, until a garbage collection.
+    frames.pop(own, None)
+    for thread, top in frames.items():
         frame: types.FrameType | None = top
         while frame is not None:
             if frame.f_globals is namespace or is_users_module(
                 sys.modules.get(text(entry(frame.f_globals, "__name__")))
             ):
-                yield Root(f"thread {names.get(thread, thread)}", "thread", None), [frame]
+                callers = []
+                while frame is not None:
+                    callers.append(frame)
+                    frame = frame.f_back
+                yield Root(f"thread {names.get(thread, thread)}", "thread", None), callers
                 break
             frame = frame.f_back

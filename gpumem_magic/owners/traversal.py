@@ -8,6 +8,7 @@ everywhere.
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import sys
 import types
@@ -27,6 +28,7 @@ from gpumem_magic.looks.objects import (
     entry,
     is_a,
     items,
+    locals_of,
     module_of_class,
     text,
 )
@@ -97,7 +99,10 @@ class Traversal:
 
     def add_root(self, root: Root, values: Iterable[Any]) -> int | None:
         """A root and what it holds; its number, or None if nothing in it can hold memory."""
-        values = list(self._leading(list(values)))
+        values = list(values)
+        # (Python's collector does not know of frames that run.)
+        running = [value for value in values if is_a(value, types.FrameType) and not gc.is_tracked(value)]
+        values = [*self._leading(values), *running]
         if self._is_barren(values):
             return None
         number = self._add(root, _LEAF, None)
@@ -343,7 +348,10 @@ def _frame(_number: int, frame: types.FrameType) -> Sequence[Any]:
     if text(entry(frame.f_globals, "__name__")).partition(".")[0] in MACHINERY:
         return ()
     held_by_all = frame.f_globals
-    return [thing for thing in gc.get_referents(frame) if thing is not held_by_all]
+    # Since Python 3.11 a frame that still runs tells the collector nothing.
+    inside = locals_of(frame).values() if frame.f_code.co_flags & inspect.CO_OPTIMIZED else ()
+    things = {id(thing): thing for thing in (*gc.get_referents(frame), *inside)}
+    return [thing for thing in things.values() if thing is not held_by_all]
 
 
 def located(locate: Locate, tensor: torch.Tensor) -> Place | None:

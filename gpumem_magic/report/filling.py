@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS
 from gpumem_magic.attribution.tensors import FROM
+from gpumem_magic.recording.model import OF_A_CYCLE
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, TensorGroup
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import amount, shape_words
@@ -295,6 +296,8 @@ def _majority(sizes: Iterable[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _in_code(place: str) -> str:
-    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``."""
+    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``. (A cycle's own words are no code.)"""
+    if place.startswith(OF_A_CYCLE):
+        return place
     variable = _BEHIND_A_PLACE.split(place, maxsplit=1)[0]
     return f"`{variable}`{place.removeprefix(variable)}"
