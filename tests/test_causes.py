@@ -72,7 +72,20 @@ class Lazy:
         return self.x @ self.x.T
 lazy = [Lazy() for _ in range(6)]
 """
+SAVED = TRAIN + "import io\nfile = io.BytesIO()\ntorch.save(model.state_dict(), file)\nfile.seek(0)"
+IN_FUNCTION = """
+def load():
+    other = net()
+    state = torch.load(file, map_location="{where}")
+    other.load_state_dict(state)
+    return other
+file.seek(0)
+other = load()
+"""
 GUILTY = [
+    # a checkpoint that no name, or a function's own, keeps
+    Case("loaded_beside", (SAVED, "model.load_state_dict(torch.load(file, map_location='cuda'))"), "(line 2)"),
+    Case("loaded_beside", (SAVED, IN_FUNCTION.format(where="cuda")), "(line 5)"),
     # https://github.com/pytorch/pytorch/issues/9669 and the "My model reports OOM" FAQ: losses kept with their graphs
     Case("kept_graphs", (TRAIN, "losses = []\nfor _ in range(4):\n    losses.append(model(x).mean())"), "`losses`"),
     # The last of two has a name of its own, and training has begun again.
@@ -760,6 +773,8 @@ GUILTY += [
     Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),
 ]
 INNOCENT = [
+    Case("", (SAVED, "model.load_state_dict(torch.load(file, map_location='cpu'))")),
+    Case("", (SAVED, IN_FUNCTION.format(where="cpu"))),
     # a fifth of the device is somebody else's, and most of it is free
     Case("", ("x = mib(1)", "y = mib(1)"), device="A100-40GB,idle=8GiB"),
     # each part is read again
@@ -1308,12 +1323,17 @@ GUILTY += [
     Case("unused_graphs", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)")), "torch.no_grad()"),
     Case("waiting_graphs", (TRAIN, MICRO.format(parts=8)), "8 forwards of `model`"),
     Case("held_checkpoint", (RESUMED.format(keep="self.state"), "trainer = Trainer()"), "`trainer.state = None`"),
+    Case(
+        "loaded_beside",
+        (RESUMED.format(keep="state"), "trainer = Trainer()"),
+        '`torch.load(file, map_location="cuda")`',
+    ),
 ]
 INNOCENT += [
     Case("", (SAMPLED.format(kept="head(tokens[:, -1])"), "out = sample(12)")),
     Case("", (TRAIN, SAVING.format(kept="cpu()"))),
     Case("", (TRAIN, SHOWN.format(before=f"with torch.no_grad():\n        {SPREAD}"))),
-    Case("", (RESUMED.format(keep="state"), "trainer = Trainer()")),
+    Case("", (RESUMED.format(keep="state").replace('"cuda"', '"cpu"'), "trainer = Trainer()")),
 ]
 
 

@@ -91,6 +91,31 @@ def loaded_to_device(scene: Scene) -> Iterator[Cause]:
         )
 
 
+def loaded_beside(scene: Scene) -> Iterator[Cause]:
+    """What a `torch.load` read to the device is there beside the model's weights, until it has been copied into them."""
+    if scene.tensors is None:
+        return
+    live = scene.timeline.live_at(scene.moment)
+    weights = [requested(one) for one in live if _is_weight(scene, one)]
+    read: dict[tuple[int, str], list[Allocation]] = {}
+    for one in live:
+        facts = scene.tensors.facts(one)
+        # What is held still has a name of its own.
+        if (one.freed is not None or scene.report.error is not None) and _LOAD.match(facts.expression):
+            read.setdefault((facts.line, facts.expression), []).append(one)
+    for (line, expression), copies in read.items():
+        same = partnered(copies, requested, weights)
+        if size_of(same) >= max(LEAST, size_of(copies) // 2):
+            yield Cause(
+                "loaded_beside",
+                f"`{_short(expression)}` (line {line}) puts the weights on the device beside those of the model, until they have "
+                f"been copied into it: {human(size_of(copies))}.",
+                'Load them to the host with `map_location="cpu"`: `load_state_dict` copies each to where the model\'s is.',
+                size_of(copies),
+            )
+            return
+
+
 def built_again(scene: Scene) -> Iterator[Cause]:
     """A model built while the one from an earlier run was still there."""
     parameters = [one for one in scene.timeline.allocations if _is_weight(scene, one)]
