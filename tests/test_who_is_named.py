@@ -30,6 +30,10 @@ def test_a_name_that_is_given_anew_keeps_its_former_tensor_meanwhile(book: Noteb
         book.cell("y = torch.randn(4096, 4096, device='cuda')")
         report = book.measured("z = y * 2")
     assert {one.kept_by for one in report.tensors()} == {"y", "z"}
+    with book.forgetting():
+        book.cell("model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 512)).cuda()")
+        report = book.measured("model = model.half()")
+    assert "8.0 MiB are parameters, kept by the former `model.0.weight`. Peak" in report.answer
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ def _kept(members: Sequence[TensorGroup]) -> str:
         return ", kept for backward"
     if keeper not in ("name", "list") or not place:
         return ""
-    return f", kept by {place if '`' in place else _in_code(place)}"
+    return f", kept by {_in_code(place)}"
 
 
 def _kept_mostly(item: _Item) -> str:
@@ -296,8 +296,9 @@ def _majority(sizes: Iterable[tuple[str, int]]) -> tuple[str, int]:
 
 
 def _in_code(place: str) -> str:
-    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``. (A cycle's own words are no code.)"""
-    if place.startswith(OF_A_CYCLE):
+    """```outs[0]` of run()`` of ``outs[0] of run()``, and ```a` and 1 more``. (What has its marks already stays, and a
+    cycle's own words are no code.)"""
+    if "`" in place or place.startswith(OF_A_CYCLE):
         return place
     variable = _BEHIND_A_PLACE.split(place, maxsplit=1)[0]
     return f"`{variable}`{place.removeprefix(variable)}"
