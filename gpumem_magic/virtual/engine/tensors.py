@@ -52,7 +52,7 @@ _NOTHING = nullcontext()
 # What runs no Python of the program's, so that it is over soon.
 _OF_C = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
 # What does no more in Python than call such functions, as its arguments alone say (torch/_tensor.py, nn/functional.py and
-# functional.py of 2.9 to 2.13): it warns of nothing, and draws nothing.
+# functional.py of 2.13): it warns of nothing, and draws nothing.
 _ONLY_HANDING_ON = frozenset(
     (
         torch.Tensor.__rsub__, torch.Tensor.__rdiv__, torch.Tensor.__rpow__, torch.Tensor.__pow__, torch.Tensor.__floordiv__,
