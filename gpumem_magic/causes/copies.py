@@ -97,18 +97,20 @@ def loaded_beside(scene: Scene) -> Iterator[Cause]:
         return
     live = scene.timeline.live_at(scene.moment)
     weights = [requested(one) for one in live if _is_weight(scene, one)]
-    read: dict[tuple[int, str], list[Allocation]] = {}
+    read: dict[tuple[str, str], list[Allocation]] = {}
     for one in live:
         facts = scene.tensors.facts(one)
         # What is held still has a name of its own.
         if (one.freed is not None or scene.report.error is not None) and _LOAD.match(facts.expression):
-            read.setdefault((facts.line, facts.expression), []).append(one)
-    for (line, expression), copies in read.items():
+            # (A function of an earlier cell has a place of its own.)
+            place = f"line {facts.line}{f': {facts.inner}' if facts.inner else ''}"
+            read.setdefault((place, facts.expression), []).append(one)
+    for (place, expression), copies in read.items():
         same = partnered(copies, requested, weights)
         if size_of(same) >= max(LEAST, size_of(copies) // 2):
             yield Cause(
                 "loaded_beside",
-                f"`{_short(expression)}` (line {line}) puts the weights on the device beside those of the model, until they have "
+                f"`{_short(expression)}` ({place}) puts the weights on the device beside those of the model, until they have "
                 f"been copied into it: {human(size_of(copies))}.",
                 'Load them to the host with `map_location="cpu"`: `load_state_dict` copies each to where the model\'s is.',
                 size_of(copies),

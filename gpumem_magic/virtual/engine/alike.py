@@ -135,7 +135,8 @@ class AlikeCalls:
         """A tensor on another's memory, of which C++ does not know that it is a view."""
         meta = _empty((0,), (1,), dtype=dtype, device=META)
         meta.set_(tensor.untyped_storage(), offset, size, stride)
-        return self.around(meta, tensor.fake_device)
+        # (`set_` counts as writing, which `data` knows nothing of.)
+        return self.around(meta.data, tensor.fake_device)
 
     def learn(self, looks: tuple[Any, ...], func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """That is what it gave."""
