@@ -20,11 +20,9 @@ from gpumem_magic.virtual.engine.sequences import OperatorSequence
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 
 _MOST = 20_000
-# After so many calls with other looks that came down to something else a function is not looked at any more; after one that did
-# not, so many.
+# After so many calls that came down to something else a function is not looked at any more; after one that did not, so many with
+# other looks. (What an operator takes may be known only after the first of those that look alike.)
 _ENOUGH, _ENOUGH_OF_SOME = 4, 100
-# After so many calls that look alike no further one is. (What an operator takes may be known only after the first.)
-_TRIED = 3
 _COPY = _aten._to_copy.default
 # Of a call with two arguments that are one tensor.
 _TWO, _SAME = 2, "same"
@@ -121,8 +119,11 @@ class FunctionCalls:
         self._alike = alike
         # An integer: how often it came down to something else.
         self._found: dict[tuple[Any, ...], Shortcut | HostCopy | ViewCall | OperatorSequence | int] = {}
-        # By a function's `id`: how many calls with other looks came down to something else, and the function.
+        # By a function's `id`: how many calls came down to something else (after one that did not: with how many other looks),
+        # and the function.
         self._others: dict[int, tuple[int, Any]] = {}
+        # By a function's `id`, those of which the last call that was met came down to one operator.
+        self._single: set[int] = set()
         # By a function's `id`, those that only read a number from the device.
         self.reading: dict[int, Any] = {}
 
@@ -149,8 +150,12 @@ class FunctionCalls:
         if found is None and len(args) == _TWO and args[0] is args[1]:
             found = self._found.get((*looks, _SAME))
         if type(found) is int:
-            return None if found < _TRIED else NotImplemented
+            return None if found < _ENOUGH else NotImplemented
         return found
+
+    def is_single(self, func: Any) -> bool:
+        """Whether a function with other arguments came down to one operator: it is likely to do so again."""
+        return id(func) in self._single
 
     def learn(
         self,
@@ -178,13 +183,16 @@ class FunctionCalls:
                 way = self._view(args, kwargs, heard[0], out)
         if way is None:
             way = several
+            self._single.discard(id(func))
+        else:
+            self._single.add(id(func))
         if len(self._found) >= _MOST:
             self._found.clear()
         if way is None:
             tried = self._found.get(looks)
             self._found[looks] = tried + 1 if isinstance(tried, int) else 1
-            if tried is None or not heard:
-                count, _ = self._others.get(id(func), (0, func))
+            count, _ = self._others.get(id(func), (0, func))
+            if tried is None or count >= 0:
                 self._others[id(func)] = count + 1, func
             return
         self._found[looks] = way

@@ -312,7 +312,9 @@ class RealEngine(ComputingEngine):
         before = STATE.heard, STATE.listener
         heard = STATE.heard = []
         given = (*args, *kwargs.values())
-        listener = STATE.listener = SequenceListener(self, spread(given))
+        # (With another number a function is met anew, as an optimizer's are in each step.)
+        listener = None if self.functions.is_single(func) else SequenceListener(self, spread(given))
+        STATE.listener = listener
         try:
             with pushed(self.mode):
                 out = func(*args, **kwargs)
@@ -325,7 +327,9 @@ class RealEngine(ComputingEngine):
             if len(heard) == 1 and heard[0].func is _READ and not isinstance(out, torch.Tensor):
                 self.functions.reading[id(func)] = func
             plain, views = way is not None and self._is_plain(way, heard[0]), way is not None and _only_looks(way)
-            several = listener.operators(given[0] if given else None, out) if not views else None
+            several = None
+            if listener is not None and not views:
+                several = listener.operators(given[0] if given else None, out)
             self.functions.learn(looks, func, args, kwargs, heard, plain, views, out, several)
         return out
 
