@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -50,6 +51,30 @@ def test_one_workspace_before_the_backward_pass_and_two_after() -> None:
     product.sum().backward()
     del product
     assert torch.cuda.memory_allocated() - start == 2 * MIB + 2 * WORKSPACE
+
+
+def test_a_thread_takes_the_handle_of_one_that_has_ended() -> None:
+    gpu.turn_on(KEEPS)
+    a, b = squares()
+    start = torch.cuda.memory_allocated()
+    for _ in range(3):
+        thread = threading.Thread(target=lambda: a @ b)
+        thread.start()
+        thread.join()
+    assert torch.cuda.memory_allocated() - start == WORKSPACE
+    both = threading.Barrier(2)
+
+    def at_once() -> None:
+        a @ b
+        both.wait()
+
+    threads = [threading.Thread(target=at_once) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    a @ b
+    assert torch.cuda.memory_allocated() - start == 2 * WORKSPACE
 
 
 def test_every_stream_has_its_own() -> None:

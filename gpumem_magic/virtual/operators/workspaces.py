@@ -1,8 +1,8 @@
 """The workspaces of cuBLAS and cuBLASLt, which matrix products take beside their results.
 
-One for each handle and stream, kept for good. Handles belong to host threads, and the autograd engine has a thread of its own for
-each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only so).
-Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a device.
+One for each handle and stream, kept for good. Handles belong to host threads while these live, and the autograd engine has a thread of
+its own for each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly only
+so). Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a device.
 Before PyTorch 2.0 the library takes its own from the driver. What else cuBLAS, cuDNN and a pool of streams take there at their
 first use is the card's, where it was measured (`models.FirstUses`).
 """
@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,8 +54,46 @@ _NO_HANDLE = {
     "cublas": "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
     "cudnn": "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
 }
+# The handle of autograd's thread for a device.
+_OF_BACKWARD = -1
 # By their `id`: PyTorch's own hash of an operator is Python's, and each one passes here.
 _BLAS = {id(func): func for func in _LT | _WITH_BIAS | _OTHERS}
+
+
+class _ThreadHandles:
+    """The handles that a thread works with, by device: kept by the thread alone, and free for others once it has ended."""
+
+    def __init__(self, free: Mapping[int, list[int]]) -> None:
+        self.by_device: dict[int, int] = {}
+        self._free = free
+
+    def __del__(self) -> None:
+        for device, handle in self.by_device.items():
+            self._free[device].append(handle)
+
+
+class _HandlePool:
+    """Which handle a thread has, by number: one that a thread gave back, the last first, before a new one (``PoolWindow`` in
+    ``ATen/cuda/detail/DeviceThreadHandles.h``)."""
+
+    def __init__(self) -> None:
+        self._free: defaultdict[int, list[int]] = defaultdict(list)
+        self._made: Counter[int] = Counter()
+        self._threads = threading.local()
+
+    def of_this_thread(self, device: int) -> int:
+        mine: _ThreadHandles | None = getattr(self._threads, "handles", None)
+        if mine is None:
+            mine = self._threads.handles = _ThreadHandles(self._free)
+        found = mine.by_device.get(device)
+        if found is None:
+            if self._free[device]:
+                found = self._free[device].pop()
+            else:
+                found = self._made[device]
+                self._made[device] += 1
+            mine.by_device[device] = found
+        return found
 
 
 class Workspaces:
@@ -74,7 +113,7 @@ class Workspaces:
         self._free = free
         self._take_beside = take_beside
         self._stream_of = stream_of
-        # Address and bytes, by library, device, thread and stream.
+        # Address and bytes, by library, device, handle and stream.
         self._workspaces: dict[tuple[str, int, int, int], tuple[int, int]] = {}
         self._chosen: dict[str, int] = {}
         self.prefers_lt = False
@@ -85,6 +124,7 @@ class Workspaces:
         self._versions = [parse_version(version_text(device)) for device in devices]
         self._outside = [_outside(device.model) for device in devices]
         self._handles: set[tuple[str, int, int]] = set()
+        self._pool = _HandlePool()
         self._begun: set[tuple[str, int]] = set()
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
@@ -161,8 +201,8 @@ class Workspaces:
         return 0
 
     def _handle(self, device: int) -> tuple[int, int, int]:
-        thread = -1 if STATE.backward else threading.get_ident()
-        return device, thread, self._stream_of(device)
+        handle = _OF_BACKWARD if STATE.backward else self._pool.of_this_thread(device)
+        return device, handle, self._stream_of(device)
 
     def cudnn(self, device: int) -> None:
         """To be called before cuDNN runs anything."""
