@@ -1,10 +1,10 @@
 """The workspaces of cuBLAS and cuBLASLt, which matrix products take beside their results.
 
-One for each handle and stream, kept for good. Handles belong to host threads while these live, and the autograd engine has one of
-its own for each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met exactly
-only so). Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's result, as on a
-device. Before PyTorch 2.0 the library takes its own from the driver. What else cuBLAS, cuDNN and a pool of streams take there at
-their first use is the card's, where it was measured (`models.FirstUses`).
+One for each handle and stream, kept for good. Handles belong to host threads while these live, and the autograd engine has one
+of its own for each device: hence two workspaces after the first backward pass (a published table of 48 measured rows is met
+exactly only so). Sizes are the model's and the PyTorch version's (`generations`); a workspace is taken after the operator's
+result, as on a device. Before PyTorch 2.0 the library takes its own from the driver. What else cuBLAS, cuDNN and a pool of
+streams take there at their first use is the card's, where it was measured (`models.FirstUses`).
 """
 
 from __future__ import annotations
