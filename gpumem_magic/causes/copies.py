@@ -110,8 +110,8 @@ def loaded_beside(scene: Scene) -> Iterator[Cause]:
         if size_of(same) >= max(LEAST, size_of(copies) // 2):
             yield Cause(
                 "loaded_beside",
-                f"`{_short(expression)}` ({place}) puts the weights on the device beside those of the model, until they have "
-                f"been copied into it: {human(size_of(copies))}.",
+                f"`{_short(expression)}` ({place}) puts {human(size_of(copies))} of weights on the device beside those of the "
+                "model, until they have been copied into it.",
                 'Load them to the host with `map_location="cpu"`: `load_state_dict` copies each to where the model\'s is.',
                 size_of(copies),
             )
