@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import sys
 import threading
-from collections.abc import Collection, Iterator
-from types import CodeType, FrameType, TracebackType
+from collections.abc import Collection
+from traceback import walk_stack
+from types import CodeType, TracebackType
 from typing import Any, Protocol
 
 from IPython.core.error import UsageError
@@ -74,7 +75,7 @@ class MeasuredCell:
             # (The frames of another cell have the same code.)
             frame.f_code in self._runs and any(value is self for value in frame.f_locals.values())
             for top in frames.values()
-            for frame in _stack(top)
+            for frame, _ in walk_stack(top)
         )
 
     def __enter__(self) -> None:
@@ -239,12 +240,6 @@ class MeasuredCell:
 
         if line := offer(self._run.cell, self._shell.user_ns):
             print(line)
-
-
-def _stack(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _warn(text: str) -> None:

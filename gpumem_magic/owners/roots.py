@@ -8,6 +8,7 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
+from traceback import walk_stack
 from typing import Any
 
 from gpumem_magic.looks.objects import (
@@ -181,15 +182,10 @@ def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
     # This very frame: as a variable of its own it would keep all others, and what they hold, until a garbage collection.
     frames.pop(own, None)
     for thread, top in frames.items():
-        frame: types.FrameType | None = top
-        while frame is not None:
+        stack = [frame for frame, _ in walk_stack(top)]
+        for number, frame in enumerate(stack):
             if frame.f_globals is namespace or is_users_module(
                 sys.modules.get(text(entry(frame.f_globals, "__name__")))
             ):
-                callers = []
-                while frame is not None:
-                    callers.append(frame)
-                    frame = frame.f_back
-                yield Root(f"thread {names.get(thread, thread)}", "thread", None), callers
+                yield Root(f"thread {names.get(thread, thread)}", "thread", None), stack[number:]
                 break
-            frame = frame.f_back
