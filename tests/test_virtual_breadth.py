@@ -7,7 +7,6 @@ import importlib
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -493,63 +492,6 @@ def test_a_memory_pool_of_ones_own() -> None:
     assert segment["address"] == kept.data_ptr()
     assert len(torch.cuda.memory_snapshot()) == 2
     del kept, other
-
-
-def test_pytorchs_profiler_shows_the_hosts_side_and_says_so() -> None:
-    from torch.profiler import ProfilerActivity, profile, record_function
-
-    layer = nn.Linear(4, 4).cuda()
-    profiler = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
-    with pytest.warns(UserWarning, match="a virtual GPU runs no kernels: the profiler shows the host's side only"):
-        profiler.start()
-    with record_function("mine"):
-        layer(rand(2, 4)).sum().backward()
-    profiler.stop()
-    assert "mine" in {event.key for event in profiler.key_averages()}
-
-
-def test_pytorchs_profiler_asked_for_the_device_alone_records_the_host() -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with (
-        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
-        profile(activities=[ProfilerActivity.CUDA], profile_memory=True) as profiler,
-    ):
-        rand(2, 4) + 1
-    assert "aten::add" in {event.key for event in profiler.key_averages()}
-
-
-def test_pytorchs_profiler_writes_no_stacks_and_says_so(tmp_path: Path) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    file = tmp_path / "stacks.txt"
-    with (
-        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
-        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], with_stack=True) as profiler,
-    ):
-        rand(2, 4)
-    with pytest.warns(UserWarning, match=r"the profiler records no stacks on a virtual GPU: .*stacks.txt is empty"):
-        profiler.export_stacks(str(file), "self_cuda_time_total")
-    assert file.read_text() == ""
-    with (
-        pytest.warns(UserWarning, match="the profiler shows the host's side only"),
-        profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as unasked,
-    ):
-        rand(2, 4)
-    with pytest.raises(AssertionError, match="requires with_stack=True"):
-        unasked.export_stacks(str(file))
-
-
-def test_pytorchs_memory_timeline_says_what_to_use_instead(tmp_path: Path) -> None:
-    from torch.profiler import profile
-
-    with profile(record_shapes=True, profile_memory=True, with_stack=True) as profiler:
-        rand(2, 4)
-    with pytest.warns(
-        UserWarning, match="memory timeline cannot show a virtual GPU, and was not written: use %%gpumem"
-    ):
-        profiler.export_memory_timeline(str(tmp_path / "timeline.html"), device="cuda:0")
-    assert not list(tmp_path.iterdir())
 
 
 @of_many_processes

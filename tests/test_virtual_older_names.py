@@ -197,11 +197,11 @@ def test_nvidias_profilers_can_be_started() -> None:
     assert (free, total) == torch.cuda.mem_get_info()
 
 
-def test_the_first_profiler_shows_the_hosts_side_and_says_so() -> None:
+def test_the_first_profiler_shows_the_hosts_times_and_says_so() -> None:
     layer = nn.Linear(3, 3).cuda()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        with pytest.warns(UserWarning, match="the host's side only"):
+        with pytest.warns(UserWarning, match="the profiler's times are the host's"):
             profiler = torch.autograd.profiler.profile(use_cuda=True)
     with profiler:
         layer(torch.rand(2, 3, device="cuda"))

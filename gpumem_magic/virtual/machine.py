@@ -81,6 +81,7 @@ from gpumem_magic.virtual.torch_face import (
     graphs,
     legacy,
     parameters,
+    profiling,
     random_numbers,
     saving,
     sharing,
@@ -361,6 +362,7 @@ class VirtualMachine:
             attempt(saving.install, self.engine.computes)
             sharing.install()
             surroundings.install(self._patches, self.engine)
+            attempt(profiling.install, self, self._factories)
             collector.install(self._patches)
             wheel.install(self._patches)
             attempt(legacy.install)

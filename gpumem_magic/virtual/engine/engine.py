@@ -392,6 +392,19 @@ class Engine:
         STATE.heard = heard
         return out
 
+    def handle_by(self, way: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+        """Handles each operator by what `way` makes of `handle`, and none without C++, until the answer is called."""
+        plain = self.handle
+        handle = self.mode.handle = way(plain)
+        self.__dict__.update(handle=handle, at_once=_not_at_once, sent=_not_at_once)
+
+        def end() -> None:
+            for name in ("handle", "at_once", "sent"):
+                del self.__dict__[name]
+            self.mode.handle = plain
+
+        return end
+
     def _handled(self, func: Any, args: Any, kwargs: Any) -> Any:
         device = device_among(args, kwargs)
         if device is None:
@@ -892,6 +905,10 @@ def _is_tracked(tensor: Any) -> bool:
 
 def _is_meta(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def _not_at_once(*args: Any) -> Any:
+    return NotImplemented
 
 
 def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:

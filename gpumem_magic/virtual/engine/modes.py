@@ -184,7 +184,7 @@ class OperatorMode(TorchDispatchMode):
     def __init__(self, handle: Callable[..., Any], kind: type) -> None:
         """kind: the class of virtual tensors."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._handle = handle
+        self.handle = handle
         self._kind = kind
 
     @classmethod
@@ -221,7 +221,7 @@ class OperatorMode(TorchDispatchMode):
             if types and with_dispatch_of_its_own(types):
                 # It unwraps its tensors, and brings them here.
                 return NotImplemented
-            return self._handle(func, types, args, kwargs or {})
+            return self.handle(func, types, args, kwargs or {})
         except Exception as error:
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904

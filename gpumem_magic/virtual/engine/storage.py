@@ -79,6 +79,7 @@ class StorageTable:
         self._free = free
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
+        self._note_end: Callable[[_StorageReference], object] = self._ended.append
         self._weakly: dict[int, Any] = {}
         # Whether the allocator is in the midst of something: a signal's handler or a `__del__` may ask for figures there.
         self._at_work = False
@@ -110,6 +111,24 @@ class StorageTable:
                     self._expired(key)
         finally:
             self._at_work = False
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether what it asks of the allocator is for storages, those that have ended among them."""
+        return self._at_work
+
+    def tell_of_ends(self, told: Callable[[int, int], object] | None) -> None:
+        """Has storages that are placed from now on tell of their end when it comes, before their free: ``told(device, address)``;
+        None: no more."""
+        ended, placements = self._ended, self._placements
+
+        def tell(watch: _StorageReference) -> None:
+            ended.append(watch)
+            placement = placements.get(watch.key)
+            if told is not None and placement is not None and placement.watch is watch and placement.nbytes:
+                told(placement.device, placement.address)
+
+        self._note_end = ended.append if told is None else tell
 
     def waiting(self) -> dict[int, int]:
         """By the `id` of their references, the places in the queue of storages that have ended and are not freed yet."""
@@ -164,7 +183,7 @@ class StorageTable:
             address = self._malloc(device, nbytes) if nbytes else 0
         finally:
             self._at_work = False
-        watch = _StorageReference(storage, self._ended.append)
+        watch = _StorageReference(storage, self._note_end)
         watch.key = key
         found = self._placements[key] = Placement(device, address, nbytes, watch, node)
         return found
@@ -172,7 +191,7 @@ class StorageTable:
     def borrow(self, storage: Any, device: int, twin: Any, address: int = 0) -> None:
         """The storage's memory on the device is another's (a process's, or a replayed graph's): none is taken or given back."""
         self.drain()
-        watch = _StorageReference(storage, self._ended.append)
+        watch = _StorageReference(storage, self._note_end)
         watch.key = storage._cdata
         placement = self._placements[watch.key] = Placement(device, address, 0, watch, 0)
         placement.put(twin)

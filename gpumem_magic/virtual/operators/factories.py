@@ -350,6 +350,18 @@ class Factories:
         if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin(self._origin()), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": numbered(index)})
+        return self._make(original, index, args, kwargs)
+
+    def make_by(self, way: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+        """What no operator makes is made by what `way` makes of our own function, until the answer is called."""
+        self.__dict__["_make"] = way(self._make)
+
+        def end() -> None:
+            del self.__dict__["_make"]
+
+        return end
+
+    def _make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs.pop("pin_memory", None)
         on_host = {**kwargs, "device": _CPU, "requires_grad": False}
         kwargs = {**kwargs, "device": META}

@@ -8,14 +8,12 @@ import signal
 import threading
 import warnings
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.autograd.profiler
 import torch.backends.cudnn
 import torch.cuda.nvtx
 import torch.distributions
-import torch.profiler
 from torch._lobpcg import LOBPCG
 
 from gpumem_magic.devices.reads import Reads
@@ -43,7 +41,7 @@ _MAY_BE_ZEROS = (
 def install(patches: Patches, engine: Engine) -> None:
     """Where the engine computes, tensors on the devices have values, which may be looked at."""
     steps = (
-        _profiler,
+        _tools_of_nvidia,
         _ctc_loss,
         _devices_of_modules,
         _devices_in_transforms,
@@ -171,49 +169,8 @@ def _signals(patches: Patches) -> None:
     patches.set(signal, "signal", set_signal)
 
 
-def _profiler(patches: Patches) -> None:
-    """Without a driver there are no kernels to time: PyTorch's profiler sees the host's side only, and says so once.
-
-    Stacks are not recorded either: thousands of calls of this package lie below each operator.
-    """
-    kind = torch.autograd.profiler.profile
-    original = kind.__init__
-    stackless: WeakSet[Any] = WeakSet()
-
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        if kwargs.pop("use_cuda", False) or kwargs.get("use_device") == "cuda":
-            warnings.warn("a virtual GPU runs no kernels: the profiler shows the host's side only", stacklevel=4)
-            if kwargs.get("with_stack"):
-                stackless.add(self)
-            # (Asked for the device alone it would have nothing to record.)
-            kwargs.update(use_device=None, use_cpu=True, with_stack=False)
-        original(self, *args, **kwargs)
-
-    original_stacks = kind.export_stacks
-
-    def export_stacks(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
-        if self not in stackless:
-            return original_stacks(self, path, *args, **kwargs)
-        warnings.warn(f"the profiler records no stacks on a virtual GPU: {path} is empty", stacklevel=3)
-        # PyTorch refuses a profiler that was not asked for stacks. This one was.
-        self.with_stack = True
-        try:
-            return original_stacks(self, path, *args, **kwargs)
-        finally:
-            self.with_stack = False
-
-    original_export = torch.profiler.profile.export_memory_timeline
-
-    def export_memory_timeline(self: Any, path: str, device: str | None = None) -> None:
-        if device is not None and not device.startswith("cuda"):
-            original_export(self, path, device)
-            return
-        warnings.warn(
-            "the profiler's memory timeline cannot show a virtual GPU, and was not written: use %%gpumem, or "
-            "torch.cuda.memory._record_memory_history and _dump_snapshot",
-            stacklevel=3,
-        )
-
+def _tools_of_nvidia(patches: Patches) -> None:
+    """Ranges for NVIDIA's profilers, and CUDA's runtime, which look for a driver."""
     emit: Any = torch.autograd.profiler.emit_nvtx
     original_emit = emit.__init__
 
@@ -224,9 +181,6 @@ def _profiler(patches: Patches) -> None:
     patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
     # The module under the name of CUDA's runtime, None in builds for the host.
     patches.set(torch.cuda, "_cudart", _Runtime())
-    patches.set(kind, "__init__", init)
-    patches.set(kind, "export_stacks", export_stacks)
-    patches.set(torch.profiler.profile, "export_memory_timeline", export_memory_timeline)
 
 
 class _Ranges:
