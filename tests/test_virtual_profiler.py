@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.torch_version import TorchVersion
 
 from gpumem_magic.virtual import gpu
 
@@ -203,7 +204,9 @@ def test_a_mode_of_the_programs_own_is_shown_around_operators() -> None:
 
     profiler, kept = profiled(program)
     assert on_device(profiler) == {"aten::add": 512}
-    assert "PythonDispatchMode" in {event.name for event in profiler.events()}
+    if TorchVersion(torch.__version__) >= "2.13":
+        # (2.9 has no events for what modes do.)
+        assert "PythonDispatchMode" in {event.name for event in profiler.events()}
     del kept
 
 

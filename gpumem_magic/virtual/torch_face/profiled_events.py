@@ -7,6 +7,7 @@ bytes, when memory is taken and when it is given back). What the host takes in o
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections import Counter, defaultdict
@@ -25,6 +26,9 @@ _Event = TypeVar("_Event")
 
 # `c10::DeviceType` of CUDA.
 _CUDA = 1
+
+# ns. (Up to PyTorch 2.9 the profiler compares times as microseconds in floating point.)
+_BEFORE = 1000
 
 # As the profiler calls what a dispatch mode, and a tensor class, of Python's does.
 _OF_DISPATCH = ("PythonDispatchMode", "PythonSubclass")
@@ -71,8 +75,12 @@ class Results:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._results, name)
 
-    def events(self) -> list[Any]:
+    @functools.cached_property
+    def _events(self) -> list[Any]:
         return _shown(self._results.events(), _row_of_event, _MemoryEvent, self._changes)
+
+    def events(self) -> list[Any]:
+        return self._events
 
     def save(self, path: str) -> None:
         """Writes the trace as a file of JSON."""
@@ -264,7 +272,7 @@ class _Lane:
             return
         start = self._rows[number].start
         if change.early and self._handling:
-            start = self._rows[self._operator()].start - 1
+            start = self._rows[self._operator()].start - _BEFORE
         self.told[number] = _DeviceChange(change, start)
 
     def _operator(self) -> int:
