@@ -165,8 +165,9 @@ def own_handlers() -> Iterator[None]:
 
 @pytest.mark.usefixtures("own_handlers")
 def test_accelerates_launcher(book: Notebook, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("accelerate")
-    # It starts nothing where this was imported before.
+    state = pytest.importorskip("accelerate.state")
+    # It starts nothing where there is an `Accelerator`, as after another test, or where this was imported before.
+    state.AcceleratorState._reset_state(reset_partial_state=True)
     monkeypatch.delitem(sys.modules, "bitsandbytes", raising=False)
     said = book.cell(
         """%%gpumem -q -o report
