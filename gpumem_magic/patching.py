@@ -172,14 +172,16 @@ class Patches:
         failure: BaseException | None = None
         with whole:
             while self._undo:
+                number, step = len(self._undo) - 1, self._undo[-1]
                 try:
-                    self._undo[-1]()
+                    step()
                 except BaseException as error:
                     was_interrupted = failure is None and not is_own_failure(error)
                     failure = failure or error
                     if was_interrupted:
                         continue
-                self._undo.pop()
+                # (One that imports something may have had more replaced, which is above it now.)
+                del self._undo[number]
             self._replaced.clear()
             self._placed.clear()
             if failure is not None:

@@ -255,6 +255,23 @@ def test_one_step_that_fails_does_not_keep_the_others(error: BaseException) -> N
     assert patches.names() == []
 
 
+def test_what_is_replaced_while_a_step_is_undone_is_undone_too() -> None:
+    """A step may import a module, for which more is replaced then."""
+    owner = types.SimpleNamespace(first=1, second=2, third=3)
+    patches = Patches()
+    calls = []
+
+    def one_more() -> None:
+        calls.append(1)
+        patches.set(owner, "second", 20)
+        patches.set(owner, "third", 30)
+
+    patches.set(owner, "first", 10)
+    patches.also_undo(one_more)
+    patches.undo()
+    assert (owner, calls) == (types.SimpleNamespace(first=1, second=2, third=3), [1])
+
+
 def test_what_ours_held_is_let_go_of_although_a_wrapper_of_theirs_lives() -> None:
     class Machine:
         def answer(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -906,3 +907,18 @@ def test_real_values_run_eagerly() -> None:
     assert torch.allclose(torch.compile(wave)(x.cuda()).cpu(), wave(x))
     (note,) = [note for note in machine.notes() if "ran eagerly (1 call)" in note]
     assert note.endswith("It is compiled where the device is taken without values=real.")
+
+
+def test_a_device_and_a_branch_by_its_values_load_no_inductor() -> None:
+    """Neither while it is turned on nor, with what Dynamo has looked at, while it is turned off."""
+    program = """
+import sys, torch
+from gpumem_magic.virtual import gpu
+gpu.turn_on("A100-40GB")
+x = torch.rand(3, device="cuda")
+print(torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)).shape)
+gpu.turn_off()
+print("torch._inductor.compile_fx" in sys.modules, torch.cuda.is_available())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["torch.Size([3])", "False", "False"]

@@ -23,6 +23,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _PASSED_OVER = (_PACKAGE / "virtual", _PACKAGE / "looks", _PACKAGE / "patching.py")
 # What Dynamo takes for methods of tensors that go into graphs.
 _METHODS = (MethodDescriptorType, WrapperDescriptorType)
+_GRAPH_TREES = "torch._inductor.cudagraph_trees"
 _A_LOOP = "graph break in a for/while loop"
 
 
@@ -128,6 +129,10 @@ def _forget() -> None:
     functions = sys.modules.get("torch._dynamo.variables.torch")
     if functions is not None:
         functions.get_overridable_functions.cache_clear()
-    # Without a frame that it has looked at there is nothing to reset; and `reset` imports the rest of the compiler.
+    # Without a frame that it has looked at there is nothing to reset.
     if importlib.import_module("torch._dynamo.convert_frame").input_codes.seen:
-        importlib.import_module("torch._dynamo").reset()
+        with Patches() as patches:
+            if _GRAPH_TREES not in sys.modules:
+                # There are none, and where there is a card, `reset` loads Inductor to say so to it.
+                patches.set(torch.cuda, "is_available", lambda: False)
+            importlib.import_module("torch._dynamo").reset()

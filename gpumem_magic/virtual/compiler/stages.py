@@ -107,19 +107,15 @@ class Compiler:
             patches.attempt(inductor.install, self._machine, self._current_device, *parts)
             patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
 
-    def _ready_for_inductor(self, module: Any, patches: Patches) -> None:
-        """Backends of the program's own call Inductor's function themselves."""
-        compile_ = module.compile_fx
+    def _ready_for_inductor(self, module: ModuleType, patches: Patches) -> None:
+        def instead_of_compiling(model: Any) -> Any:
+            if self._engine.computes:
+                self._count()
+                return model.forward
+            self._ready_to_compile(patches)
+            return None
 
-        def compile_fx(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(isinstance(one, torch.Tensor) and one.device.type == "cuda" for one in inputs):
-                if self._engine.computes:
-                    self._count()
-                    return model.forward
-                self._ready_to_compile(patches)
-            return compile_(model, inputs, *args, **kwargs)
-
-        patches.set(module, "compile_fx", compile_fx)
+        ask_before_inductor(module, patches, instead_of_compiling)
 
     def _ready_for_tracer(self, module: ModuleType, patches: Patches) -> None:
         """These trace as `torch.compile` does, and what they make runs operator by operator: also where values are computed."""
@@ -133,14 +129,8 @@ class Compiler:
         if self._engine.computes and "trace" not in self._ready:
             self._trace(patches)
 
-    def _ready_for_make_fx(self, module: Any, patches: Patches) -> None:
-        trace = module._MakefxTracer.trace
-
-        def trace_when_ready(tracer: Any, *args: Any) -> Any:
-            self._ready_to_trace(patches)
-            return trace(tracer, *args)
-
-        patches.set(module._MakefxTracer, "trace", trace_when_ready)
+    def _ready_for_make_fx(self, module: ModuleType, patches: Patches) -> None:
+        say_before_make_fx(module, patches, functools.partial(self._ready_to_trace, patches))
 
     def _count(self) -> None:
         self._eager_calls += 1
@@ -181,6 +171,32 @@ class Compiler:
                 "faster way. Here they are padded."
             )
         return found
+
+
+def ask_before_inductor(module: Any, patches: Patches, instead: Callable[[Any], Any]) -> None:
+    """Backends of the program's own call Inductor's function themselves. `instead` is asked first for what runs in place of a
+    model with inputs on the device; None where Inductor is to compile it."""
+    compile_ = module.compile_fx
+
+    def compile_fx(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(one, torch.Tensor) and one.device.type == "cuda" for one in inputs):
+            found = instead(model)
+            if found is not None:
+                return found
+        return compile_(model, inputs, *args, **kwargs)
+
+    patches.set(module, "compile_fx", compile_fx)
+
+
+def say_before_make_fx(module: Any, patches: Patches, make_ready: Callable[[], None]) -> None:
+    """Has `make_ready` called before each trace of `make_fx`."""
+    trace = module._MakefxTracer.trace
+
+    def trace_when_ready(tracer: Any, *args: Any) -> Any:
+        make_ready()
+        return trace(tracer, *args)
+
+    patches.set(module._MakefxTracer, "trace", trace_when_ready)
 
 
 def run_eagerly(patches: Patches, count: Callable[[], None], make_ready: Callable[[], None] | None) -> None:
