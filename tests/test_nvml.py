@@ -111,6 +111,8 @@ def test_facts_of_a_device(two: list[FakeDevice]) -> None:
     assert pynvml.nvmlDeviceGetName(handle) == "Tesla T4"
     assert pynvml.nvmlDeviceGetUUID(handle) == two[1].uuid
     assert pynvml.nvmlDeviceGetCudaComputeCapability(handle) == (7, 5)
+    rates = pynvml.nvmlDeviceGetUtilizationRates(handle)
+    assert (rates.gpu, rates.memory) == (0, 0)
     pci = pynvml.nvmlDeviceGetPciInfo(handle)
     assert (pci.busId, pci.busIdLegacy) == ("00000000:00:05.0", "0000:00:05.0")
     assert (pci.domain, pci.bus, pci.device) == (0, 0, 5)
@@ -166,7 +168,6 @@ def test_the_first_form_of_the_process_list(two: list[FakeDevice]) -> None:
 def test_what_a_virtual_gpu_has_no_answer_for(two: list[FakeDevice]) -> None:
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
     for ask in (
-        lambda: pynvml.nvmlDeviceGetUtilizationRates(handle),
         lambda: pynvml.nvmlDeviceGetTemperature(handle, pynvml.NVML_TEMPERATURE_GPU),
         lambda: pynvml.nvmlDeviceGetPowerUsage(handle),
         lambda: pynvml.nvmlDeviceGetMigMode(handle),
@@ -191,6 +192,7 @@ def test_a_handle_from_elsewhere(two: list[FakeDevice]) -> None:
         pynvml.nvmlDeviceGetIndex,
         pynvml.nvmlDeviceGetMemoryInfo,
         lambda handle: pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2),
+        pynvml.nvmlDeviceGetUtilizationRates,
         pynvml.nvmlDeviceGetPciInfo,
         pynvml.nvmlDeviceGetCudaComputeCapability,
         pynvml.nvmlDeviceGetComputeRunningProcesses,

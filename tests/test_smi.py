@@ -106,6 +106,8 @@ def test_the_table_says_that_it_is_virtual_and_keeps_its_layout(colab: VirtualSm
     for row in rows[3:12]:
         assert [index for index, sign in enumerate(row) if sign in "|+"] == borders
     assert "Tesla V100-SXM2-16GB" in rows[8]
+    # Nothing runs on it.
+    assert rows[9].split("|")[3] == "      0%      Default "
     assert "No running processes found" in rows[-2]
     # As driver 580's printed it on an H100.
     assert rows[3] == f"+{'-' * 41}+{'-' * 24}+{'-' * 22}+"
@@ -133,11 +135,11 @@ def test_csv_forms(two: VirtualSmi) -> None:
     query = "nvidia-smi --query-gpu=index,name,memory.total,memory.used,memory.free,utilization.gpu --format"
     assert shell(f"{query}=csv")[0].splitlines() == [
         "index, name, memory.total [MiB], memory.used [MiB], memory.free [MiB], utilization.gpu [%]",
-        "0, Tesla T4, 15360 MiB, 0 MiB, 15095 MiB, [N/A]",
-        "1, Tesla T4, 15360 MiB, 1000 MiB, 14095 MiB, [N/A]",
+        "0, Tesla T4, 15360 MiB, 0 MiB, 15095 MiB, 0 %",
+        "1, Tesla T4, 15360 MiB, 1000 MiB, 14095 MiB, 0 %",
     ]
-    assert shell(f"{query}=csv,noheader")[0].splitlines()[0] == "0, Tesla T4, 15360 MiB, 0 MiB, 15095 MiB, [N/A]"
-    assert shell(f"{query} csv,nounits,noheader -i 1") == ("1, Tesla T4, 15360, 1000, 14095, [N/A]\n", 0)
+    assert shell(f"{query}=csv,noheader")[0].splitlines()[0] == "0, Tesla T4, 15360 MiB, 0 MiB, 15095 MiB, 0 %"
+    assert shell(f"{query} csv,nounits,noheader -i 1") == ("1, Tesla T4, 15360, 1000, 14095, 0\n", 0)
     assert shell("nvidia-smi --format=csv,noheader,nounits --query-gpu memory.used") == ("0\n1000\n", 0)
 
 

@@ -40,6 +40,7 @@ def _structure(name: str, **fields: type[Any]) -> type[Any]:
 
 # NVML's structures by their fields, in order.
 _INT, _LONG = ctypes.c_uint, ctypes.c_ulonglong
+_Utilization = _structure("Utilization", gpu=_INT, memory=_INT)
 _MemoryInfo = _structure("MemoryInfo", total=_LONG, free=_LONG, used=_LONG)
 _MemoryV2 = _structure("MemoryV2", version=_INT, total=_LONG, reserved=_LONG, free=_LONG, used=_LONG)
 _PROCESS: dict[str, Any] = {"pid": _INT, "used": _LONG}
@@ -221,6 +222,13 @@ class _Library:
         used = min(device.used_bytes(), model.smi_total_bytes - model.driver_reserved_bytes)
         memory.total, memory.reserved, memory.used = model.smi_total_bytes, model.driver_reserved_bytes, used
         memory.free = model.smi_total_bytes - model.driver_reserved_bytes - used
+        return SUCCESS
+
+    def DeviceGetUtilizationRates(self, handle: Any, rates: Any) -> int:
+        """Nothing runs on it."""
+        self._device(handle)
+        found = _struct(rates, _Utilization)
+        found.gpu = found.memory = 0
         return SUCCESS
 
     def _processes(self, handle: Any, count: Any, array: Any, kind: type[Any]) -> int:

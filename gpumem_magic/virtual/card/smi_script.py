@@ -3,8 +3,8 @@
 It starts after every line of a training loop, so it imports nothing but `sys` and `time`, neither torch nor the rest of
 this package; `smi.py` copies it and its words (`smi_script.txt`) beside the state file that it reads. Layout and words are
 those of driver 580's nvidia-smi; the head of the table says that the GPU is virtual. What an emulated GPU does not have
-(temperature, power, clocks, load) is N/A. The table of processes stays empty, as in a Colab container, so that
-`nvidia-smi | grep MiB` prints one line a GPU.
+(temperature, power, clocks) is N/A, and its load is 0 %, as nothing runs on it. The table of processes stays empty, as in a
+Colab container, so that `nvidia-smi | grep MiB` prints one line a GPU.
 
 Sizes are whole MiB, cut off and not rounded, as nvidia-smi does (a P100's 17,071,734,784 bytes are 16280.9 MiB; it shows
 16280MiB). Exit statuses: 0; 2 bad value or field; 3 not available on a virtual GPU; 6 no such GPU; 9 the virtual GPU is off;
@@ -116,7 +116,7 @@ def table(gpus: list[Gpu]) -> str:
         memory = f"{gpu.used}MiB / {gpu.total}MiB"
         rows += [
             row(f" {gpu.index:>3}  {gpu.name[:29]:<30} Off ", f"{gpu.bus_id} Off ", "N/A "),
-            row(f" N/A   N/A   N/A {'N/A /  N/A':>23} ", f"{memory} ", "    N/A      Default "),
+            row(f" N/A   N/A   N/A {'N/A /  N/A':>23} ", f"{memory} ", "      0%      Default "),
             row("", "", "N/A "),
             parts,
         ]
@@ -169,6 +169,9 @@ def details(gpus: list[Gpu], sections: list[str]) -> str:
                 rows.append("    FB Memory Usage")
                 for label in ("Total", "Reserved", "Used", "Free"):
                     rows.append(entry(2, label, f"{getattr(gpu, label.lower())} MiB"))
+            elif section == "UTILIZATION":
+                rows.append("    Utilization")
+                rows += [entry(2, label, "0 %") for label in ("GPU", "Memory")]
             else:
                 rows.append(entry(1, section.replace("_", " ").capitalize(), "N/A"))
         rows.append("")
@@ -183,14 +186,18 @@ ALIASES, APP_ALIASES = (
 )
 # What a virtual GPU does not have: field -> unit of its column.
 NOT_AVAILABLE = {field: unit for unit in ("", " [%]", " [W]", " [MHz]") for field in WORDS[f"not available{unit}"]}
+IDLE_FIELDS = WORDS["idle"]
 MEMORY_FIELDS = ("memory.total", "memory.reserved", "memory.used", "memory.free")
-KNOWN_FIELDS = (*WORDS["fields"], *MEMORY_FIELDS, *NOT_AVAILABLE)
+UNITS = {**NOT_AVAILABLE, **dict.fromkeys(MEMORY_FIELDS, " [MiB]"), **dict.fromkeys(IDLE_FIELDS, " [%]")}
+KNOWN_FIELDS = (*WORDS["fields"], *MEMORY_FIELDS, *IDLE_FIELDS, *NOT_AVAILABLE)
 
 
 def gpu_value(gpu: Gpu, field: str, count: int, units: bool) -> str:
     """One cell of `--query-gpu`; the field is known."""
     if field in NOT_AVAILABLE:
         return "[N/A]"
+    if field in IDLE_FIELDS:
+        return "0 %" if units else "0"
     if field in MEMORY_FIELDS:
         size: int = getattr(gpu, field.partition(".")[2])
         return f"{size} MiB" if units else str(size)
@@ -307,7 +314,7 @@ def csv(gpus: list[Gpu], options: dict[str, str], count: int, first: bool) -> st
         heads = [f"{field} [MiB]" if field == "used_gpu_memory" else field for field in fields]
         return ", ".join(heads) + "\n" if header else ""
     fields = query_fields(options["query-gpu"], ALIASES, KNOWN_FIELDS)
-    units = [" [MiB]" if field in MEMORY_FIELDS else NOT_AVAILABLE.get(field, "") for field in fields]
+    units = [UNITS.get(field, "") for field in fields]
     rows = [", ".join(map("".join, zip(fields, units, strict=True)))] if header else []
     rows += [", ".join(gpu_value(gpu, field, count, "nounits" not in form) for field in fields) for gpu in gpus]
     return "\n".join(rows) + "\n"

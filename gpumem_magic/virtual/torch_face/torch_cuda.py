@@ -246,12 +246,18 @@ class CudaFace:
     def _sleep(self, *args: Any, **kwargs: Any) -> None:
         """There is nothing to wait for."""
 
+    def utilization(self, device: Any = None) -> int:
+        """Nothing runs on it."""
+        return 0
+
+    memory_usage = utilization
+
     def _no_reading(self, device: Any = None) -> int:
         raise RuntimeError(
-            "a virtual GPU has no load, temperature, power or clock: leave this line out here, or run it on a real GPU"
+            "a virtual GPU has no temperature, power or clock: leave this line out here, or run it on a real GPU"
         )
 
-    utilization = temperature = power_draw = clock_rate = memory_usage = _no_reading
+    temperature = power_draw = clock_rate = _no_reading
 
     # ---- random numbers
 
