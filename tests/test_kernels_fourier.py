@@ -127,6 +127,21 @@ def test_the_buffer_comes_after_the_result_and_the_copy() -> None:
     assert made(lambda: torch.fft.fft(y)) == [y.nbytes, y.nbytes]
 
 
+def test_numbers_that_lie_apart_go_through_a_buffer_sooner() -> None:
+    """As recorded on an H100."""
+    few, fifty = zeros(8, 30, 40), zeros(26, 1200)
+    assert made(lambda: torch.fft.irfftn(few, dim=(0,))) == [14 * 1200 * 4, few.nbytes, 7 * 1200 * 8]
+    assert made(lambda: torch.fft.irfftn(few[:5], dim=(0,))) == [8 * 1200 * 4, 5 * 1200 * 8]
+    assert made(lambda: torch.fft.irfft(fifty, dim=0)) == [50 * 1200 * 4, fifty.nbytes]
+    # The second step of the first two dimensions: its numbers lie one of the first step's results apart.
+    small = zeros(2, 7)
+    assert made(lambda: torch.fft.irfft2(small)) == [12 * 2 * 4, small.nbytes, 6 * 2 * 8]
+    long = zeros(2000, 100)
+    assert made(lambda: torch.fft.fft(long, dim=0)) == [long.nbytes, long.nbytes]
+    in_rows = long.T.contiguous()
+    assert made(lambda: torch.fft.fft(in_rows)) == [long.nbytes]
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")
 def test_half_precision_is_of_powers_of_two() -> None:
     x = torch.zeros(4, 100, dtype=torch.float16, device="cuda")

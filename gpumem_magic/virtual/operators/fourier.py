@@ -36,6 +36,9 @@ _ONE_EVEN_KERNEL, _ONE_REAL_KERNEL_OF_TWO = 1080, 16_384
 _ONE_ODD_KERNEL, _ONE_ODD_KERNEL_OF_ELEVEN, _ONE_ODD_KERNEL_OF_POWERS = 640, 300, 4096
 # The largest prime factors: with a kernel of their own, and those that are a kernel apart from the other factors'.
 _LARGEST_PRIME, _LARGEST_AMONG_OTHERS, _LARGEST_OF_REAL = 127, 31, 11
+# Where numbers lie apart, as along a first dimension: the longest transform that one kernel does, and up to which length one to
+# real numbers goes through a buffer. On an H100 129 took none and 2,000 did; to real numbers 6, 12 and 14 did, and 50 took none.
+_ONE_KERNEL_APART, _FEW_APART = 1024, 32
 # The longest transforms of larger primes that one kernel does, by the bytes of a complex number.
 _LONGEST_OF_LARGE_PRIMES = {8: 4096, 16: 2048}
 # The parts of a convolution begin at multiples of so many bytes.
@@ -139,6 +142,17 @@ def _room(lengths: Sequence[int], numbers: int, size: int, is_real: bool) -> int
     return work_area(lengths, numbers // max(1, prod(lengths)), size, is_real)
 
 
+def _room_apart(lengths: Sequence[int], numbers: int, size: int, to_real: bool) -> int:
+    """The same, of numbers that lie apart from each other; to_real: from half of as many complex ones."""
+    if len(lengths) == 1 and numbers:
+        length = lengths[0]
+        if to_real and length <= _FEW_APART and length % 2 == 0 and not _is_power(length, 2):
+            return numbers // 2 * size
+        if not to_real and length > _ONE_KERNEL_APART and not _convolution(length, size):
+            return numbers * size
+    return _room(lengths, numbers, size, to_real)
+
+
 @cache
 def _largest_prime(number: int) -> int:
     largest, factor = 1, 2
@@ -166,11 +180,14 @@ class _Lying:
     def __init__(self, shape: Sequence[int], stride: Sequence[int], is_half: bool) -> None:
         self.shape, self.stride = list(shape), list(stride)
         self._is_half = is_half
+        # Whether cuFFT was given numbers that lie apart, in the last transform that was asked about.
+        self.is_apart = False
 
     def is_copied(self, dims: Sequence[int], last: int | None = None) -> bool:
         """Transforms along up to three dimensions, the last of which becomes `last` long: whether cuFFT needs a copy first."""
         batch = sorted((dim for dim in range(len(self.shape)) if dim not in dims), key=lambda dim: -self.stride[dim])
         needed = not self._fits(dims, [dim for dim in batch if self.shape[dim] != 1])
+        self.is_apart = not needed and self.stride[dims[-1]] != 1
         if last is not None:
             self.shape[dims[-1]] = last
         distance = 1
@@ -201,7 +218,8 @@ class _Lying:
             lengths = [self.shape[dim] for dim in along]
             numbers = prod(self.shape)
             copied = size if self.is_copied(along) else 0
-            found.append((copied, _room(lengths, numbers, size // max(1, numbers), is_real=False)))
+            room = _room_apart if self.is_apart else _room
+            found.append((copied, room(lengths, numbers, size // max(1, numbers), False)))
             del left[-_MOST_AT_ONCE:]
         return found
 
@@ -309,11 +327,12 @@ def _to_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     steps = [] if at_once else lying.steps(dims[:-1], size)
     along = dims if at_once else dims[-1:]
     lengths = [out.shape[dim] for dim in along]
-    room = _room(lengths, out.numel(), source.element_size(), is_real=True)
     with engine.scratch(device, size):
         with engine.scratch(device, size if len(steps) > 1 else 0):
             for step in steps:
                 with engine.scratch(device, *step):
                     pass
-        with engine.scratch(device, size if lying.is_copied(along) else 0, room):
+        copied = size if lying.is_copied(along) else 0
+        room = _room_apart if lying.is_apart else _room
+        with engine.scratch(device, copied, room(lengths, out.numel(), source.element_size(), True)):
             return out
