@@ -485,4 +485,10 @@ def _sum_of_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     inner = [size for dim, size in enumerate(source.shape) if dim >= old.dims and dim not in dims]
     values = _placed(engine, (old.elements, *inner), source.dtype, device)
     indices = _placed(engine, (left, old.elements), torch.int64, device)
-    return _coalesce(engine, _aten._coalesce.default, (join(indices, values, shape, False),), {}, device)
+    found = _coalesce(engine, _aten._coalesce.default, (join(indices, values, shape, False),), {}, device)
+    # The function's own variables go last, the places first.
+    del indices
+    engine.table.drain()
+    del values
+    engine.table.drain()
+    return found
