@@ -581,6 +581,20 @@ def test_it_is_said_at_the_programs_line(shown: list[Any]) -> None:
     assert (file, line) == (__file__, reversed_twice.__code__.co_firstlineno + 1)
 
 
+def test_it_is_recorded_at_the_programs_line(shown: list[Any]) -> None:
+    def reversed_twice(x: torch.Tensor) -> torch.Tensor:
+        return x.T
+
+    x = zeros(2, 3, 4)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        reversed_twice(x)
+    (one,) = found
+    assert "The use of `x.T`" in str(one.message)
+    assert (one.filename, one.lineno) == (__file__, reversed_twice.__code__.co_firstlineno + 1)
+    assert not shown
+
+
 def test_what_the_program_warns_of_itself_stays_where_it_was(shown: list[Any]) -> None:
     warnings.warn("mine", RuntimeWarning, stacklevel=1)
     ((message, category, file, *_),) = shown

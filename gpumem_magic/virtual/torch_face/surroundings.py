@@ -59,17 +59,17 @@ def install(patches: Patches, engine: Engine) -> None:
 
 def _places_of_warnings(patches: Patches) -> None:
     """What C++ warns of is said at the innermost line of Python, as without a virtual GPU, not at ours that runs operators."""
-    original = warnings.showwarning
+    module: Any = warnings
+    original = module._showwarnmsg
 
-    def show(
-        message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: str | None = None
-    ) -> None:
-        if is_our_file(filename):
-            filename, lineno = line_below_ours()
-            line = None
-        original(message, category, filename, lineno, file, line)
+    def show(said: warnings.WarningMessage) -> None:
+        if is_our_file(said.filename):
+            said.filename, said.lineno = line_below_ours()
+            said.line = None
+        original(said)
 
-    patches.set(warnings, "showwarning", show)
+    # (`warnings.catch_warnings(record=True)` passes `showwarning` by, and has the C function behind it call this one, too.)
+    patches.set(module, "_showwarnmsg", show)
 
 
 def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
