@@ -330,6 +330,15 @@ GUILTY = [
         ),
         "In [3], line 4",
     ),
+    # labels from NumPy, and a loss that is computed with them
+    Case(
+        "wide_numbers",
+        (
+            "import numpy as np\nmodel = net(1024)\ny = np.zeros((4096, 1024))\nx = torch.ones(4096, 1024, device='cuda')",
+            "labels = torch.from_numpy(y).cuda()\nloss = ((model(x) - labels) ** 2 * labels).mean()\nloss.backward()",
+        ),
+        "computed with it",
+    ),
     Case("wide_numbers", ("import numpy as np", "x = torch.from_numpy(np.zeros((1024, 1024))).cuda()"), "`x`"),
     Case(
         "dominating_layer",
@@ -1623,6 +1632,39 @@ def test_a_cycle_is_told_once_by_what_was_deleted_or_as_a_cycle(request: pytest.
         assert cause.name == "del_freed_nothing"
         way = "Encoder.pool -> method.__self__ -> Encoder"
         assert cause.text == f"`del pair` freed nothing: a reference cycle ({way}) still holds 128 MiB of it."
+
+
+# One sequence that is longer than the others; batches that lie ready.
+LENGTHS = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nlengths = {lengths}"
+OF_LENGTHS = (
+    "for n in lengths:\n    x = torch.zeros(n, 512).cuda()\n    model(x).mean().backward()\n    optimizer.step()\n"
+    "    optimizer.zero_grad()"
+)
+READY = "parts = [torch.zeros(4096, 512, device='cuda') for _ in range(80)]\nfor part in {parts}:\n    y = model(part).mean()"
+GUILTY += [
+    Case(
+        "largest_batch", (LENGTHS.format(lengths=[64, 80, 99, 65536, 90, 64]), OF_LENGTHS), "Iteration 4 takes far more"
+    ),
+    Case(
+        "largest_batch",
+        (LENGTHS.format(lengths=[64, 80, 99, 1 << 22, 90]), OF_LENGTHS),
+        "asks for far more",
+        "T4,torch=2.13",
+    ),
+    Case(
+        "data_ready", ("model = nn.Linear(512, 4).cuda().requires_grad_(False)", READY.format(parts="parts")), "`parts`"
+    ),
+]
+INNOCENT += [
+    Case("", (LENGTHS.format(lengths=[65000, 65200, 65536, 65100, 65050]), OF_LENGTHS)),
+    Case(
+        "",
+        (
+            "model = nn.Linear(512, 4).cuda().requires_grad_(False)",
+            READY.format(parts="parts").replace(", device='cuda')", ")").replace("model(part)", "model(part.cuda())"),
+        ),
+    ),
+]
 
 
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])

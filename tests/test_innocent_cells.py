@@ -45,6 +45,8 @@ DESCRIBING = frozenset(
         "waiting_graphs",
         "wide_loss",
         "large_images",
+        "largest_batch",
+        "data_ready",
         "steady",
     }
 )

@@ -129,6 +129,8 @@ class _Batch:
         # which the gradients are known.
         known = any(self._is(one, "parameters") for one in scene.timeline.allocations)
         self._weights = self._shapes("parameters" if known else "gradients")
+        # (Of models from before the recording: what is computed in the shape of a buffer is a weight, unpacked from it.)
+        self._weights |= {one.shape for one in scene.held if one.kind == "buffer"}
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
         # What was there before the recording has no birth.
@@ -189,6 +191,8 @@ _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_l
 def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
     """Whether several iterations' batches are there at once, or several forwards' of one model without a backward: of smaller
     ones there would be more."""
+    if _is_all_data(scene, parts):
+        return True
     ends = [one.end for one in scene.iterations]
     iterations: Counter[int] = Counter()
     for one in parts:
@@ -205,6 +209,18 @@ def _gathers(scene: Scene, parts: list[Allocation]) -> bool:
         if place >= 0 and one.born < forwards[place][1]:
             of_models.setdefault(forwards[place][2], set()).add(place)
     return 10 * most < 9 * size_of(parts) or any(len(places) > _FORWARDS_AT_ONCE for places in of_models.values())
+
+
+def _is_all_data(scene: Scene, parts: Iterable[Allocation]) -> bool:
+    """Whether most are batches that lie ready, made or moved one by one before they are used: of all of them there is as much,
+    however small one is."""
+    births, origins = scene.recording.logs[scene.device].births, scene.recording.logs[scene.device].origins
+    ready: dict[object, list[Allocation]] = {}
+    for one in parts:
+        if scene.labels[one.index].category == "inputs" and origins.get(one.born) in ("host_copy", "factory"):
+            ready.setdefault(births[one.born].shape if one.born in births else None, []).append(one)
+    most = max(ready.values(), key=size_of, default=[])
+    return len(most) > _FORWARDS_AT_ONCE and 2 * size_of(most) > size_of(parts)
 
 
 def _before_the_last_backward(scene: Scene, parts: Iterable[Allocation]) -> list[Allocation]:

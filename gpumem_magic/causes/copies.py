@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.program import Written
+from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -148,9 +149,17 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             )
             name = point.statement.partition("=")[0].strip()
             remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
-        elif (keeper := _keeper(scene, both)) is not None:
-            text = f"The previous model is still on the device ({human(size_of(both))}): `{keeper.name}` holds its parameters."
-            remedy = f"`{keeper.statement}` before building it again." if keeper.statement else ""
+        elif keepers := _keepers(scene, both):
+            names = listed([f"`{one.name}`" for one in keepers])
+            hold = "holds" if len(keepers) == 1 else "hold"
+            freed = size_of(scene.freed(scene.holdings.roots.index(one) for one in keepers))
+            beside = f" with their gradients and states, {human(freed)} in all" if freed > size_of(both) else ""
+            text = f"The previous model is still on the device ({human(size_of(both))}): {names} {hold} its parameters{beside}."
+            code = joined(one.statement for one in keepers if one.statement is not None)
+            every = all(one.statement is not None for one in keepers)
+            remedy = f"`{'; '.join(code)}` before building it again." if every else ""
+            yield Cause("model_built_again", text, remedy, max(freed, size_of(both)))
+            return
         else:
             continue
         yield Cause("model_built_again", text, remedy, size_of(both))
@@ -285,17 +294,18 @@ def _works_on_a_model(scene: Scene, statement: str) -> bool:
     )
 
 
-def _keeper(scene: Scene, allocations: list[Allocation]) -> Root | None:
-    """Who keeps the old weights at the end, where one and the same variable keeps them all and it is no model."""
+def _keepers(scene: Scene, allocations: list[Allocation]) -> list[Root]:
+    """Who keeps the old weights at the end, where it is no model: an optimizer, and what has it, such as a scheduler."""
     addresses = {one.address for one in allocations if one.freed is None}
     held = [one for one in scene.held if one.address in addresses]
     if not held or len(held) < len(addresses):
-        return None
+        return []
     # Two models that are meant to be there (a teacher, a target network) each have a variable of their own.
     if not all(".param_groups" in one.place for one in held):
-        return None
-    everyone = set.intersection(*(set(one.roots) for one in held))
-    return scene.holdings.roots[min(everyone)] if everyone else None
+        return []
+    everyone = set().union(*(one.roots for one in held))
+    common = set.intersection(*(set(one.roots) for one in held))
+    return [scene.holdings.roots[number] for number in sorted(everyone)] if common else []
 
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:

@@ -14,6 +14,7 @@ from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import LEAST, Iteration, Scene
 from gpumem_magic.causes.own_functions import outlived_a_backward
 from gpumem_magic.causes.places import (
+    MODULE,
     Spot,
     added,
     advice_known,
@@ -34,7 +35,7 @@ from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
 from gpumem_magic.owners.holders import ELEMENT, detach_words
 from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, Root, by_root, size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
@@ -358,7 +359,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
             left,
         )
     main = together([one for one in found if 10 * one.size >= found[0].size])
-    if _is_trained_on(scene, iterations[-1], main[0]):
+    if _is_trained_on(scene, iterations[-1], main[0]) or _is_set_up(scene, iterations, main):
         return None
     total = sum(one.size for one in main)
     place = added(scene, main[0])
@@ -367,9 +368,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     if _is_a_graph(main[0]):
         saved = not _backward_went_through(scene, main[0])
         holder = "it is saved for a backward in the graph of" if saved else "it is held by the graph of"
-    largest = max(alive, key=lambda one: one.size)
-    if not at and scene.tensors is not None and (line := scene.tensors.facts(largest).line):
-        at = f", made at line {line}"
+    if not at and (made_by := made_at(scene, max(alive, key=lambda one: one.size))):
+        at = f", made by {made_by}"
     return Cause(
         "growth",
         f"{text}: {holder} {told(main)}{at}.",
@@ -389,6 +389,14 @@ def _backward_went_through(scene: Scene, spot: Spot) -> bool:
     return bool(own) and all(A_LEAF in one.place or outlived_a_backward(scene, one) for one in own)
 
 
+def _is_set_up(scene: Scene, iterations: Sequence[Iteration], main: Sequence[Spot]) -> bool:
+    """Whether a loop only puts models together: layers, adapters, buffers, an ensemble, with which nothing is computed there."""
+    if any(one.kind not in ("parameter", "buffer") for spot in main for one in spot.held):
+        return False
+    begin, end = iterations[0].start, iterations[-1].end
+    return not any(begin <= scene.start_of(one) < end for one in scene.spans(FORWARD, BACKWARD, OPTIMIZER))
+
+
 def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
     """Whether what a loop gathered is what the next backward needs: a sequence's outputs, which a loss then reads."""
     if any(one.kind == "graph" for one in spot.held) and _backward_ahead(scene, [spot]) is not None:
@@ -404,7 +412,8 @@ def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
 
 def _less(scene: Scene, main: Sequence[Spot]) -> str:
     """What to do about places that grow, the largest first: what lets go of it now, and how it would not grow."""
-    spot = main[0]
+    # (Models have gradients, which go with them.)
+    spot = next((one for one in main if one.held[0].kind != "gradient"), main[0])
     now = "" if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR else release(scene, spot)
     if spot.held[0].kind == "gradient":
         return f"{now}." if now else ""
@@ -433,7 +442,9 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         added_up = f"Each {what} ({seen} in all) that keeps {whole}: add `.clone()`"
         return f"{added_up}; {now}." if now else f"{added_up}."
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
-    if spot.held[0].kind == "optimizer_state":
+    if any(one.kind == "parameter" and _is_in_a_module(one) for one in spot.held):
+        host = "keep the models that are used later on the host (`.cpu()`)"
+    elif spot.held[0].kind == "optimizer_state":
         host = "keep one optimizer at a time"
     if spot.place.startswith(DEFAULT_ARGUMENT):
         host = "make it anew in each call (`None` as the default): a default is made once, with the function"
@@ -445,6 +456,10 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
     elif epoch := clearing_hook(spot.place, [kind for station in spot.held[0].trail for kind in station.bases]):
         host = f"{epoch}, and keep only what is used there, on the host (`.detach().cpu()`)"
     return f"{now}; better, {host}." if now else f"Better {host}."
+
+
+def _is_in_a_module(one: Held) -> bool:
+    return any(MODULE in station.bases for station in one.trail)
 
 
 def graph_without_backward(scene: Scene) -> Cause | None:

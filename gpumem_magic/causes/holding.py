@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.places import base
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
@@ -34,7 +35,9 @@ def pinned(scene: Scene) -> Iterator[Cause]:
         names = [scene.holdings.roots[number].name for number in roots]
         which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
         # Whose traceback it is in has been said.
-        largest = freed[0].place.replace(f", in {names[0]}", "")
+        largest = base(freed[0]).replace(f", in {names[0]}", "")
+        if freed[0].kind == "graph":
+            largest = f"the graph of {largest}"
         if scene.report.error is not None and scene.left.told and kind == "traceback":
             largest = f"what {scene.left.told} {'hold' if ' and ' in scene.left.told else 'holds'}"
         remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gpumem_magic.causes.model import Scene, partnered
+from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.causes.sized import asked_for_room
 from gpumem_magic.owners.model import Held, size_of
@@ -15,9 +15,14 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
+# So many tensors in one place are batches, or items.
+_PARTS = 8
 # Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
 _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
+# The argument and the attribute of transformers' models.
+_NAMES_CACHE = re.compile(r"\bpast_key_values?\b|\bcache_params\b|\.cache\b|use_cache\s*=\s*True")
 _CACHE = "transformers.cache_utils.Cache"
+_STATIC = "transformers.cache_utils.StaticCache"
 
 
 def data_on_device(scene: Scene) -> Iterator[Cause]:
@@ -63,6 +68,41 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
             f"Keep {quoted(spot.place)} on the host (`.cpu()`) and move one batch at a time (`.to(device)`, with "
             "`pin_memory=True` and `non_blocking=True`).",
             spot.size,
+        )
+
+
+def data_ready(scene: Scene) -> Iterator[Cause]:
+    """Most of the peak is data of which the cell takes a part at a time: it fits, and need not lie there."""
+    if scene.report.error is not None:
+        return
+    data = [
+        one
+        for one in scene.held
+        if one.kind == "tensor"
+        and (made := scene.alive.get(one.address)) is not None
+        and made.born < scene.moment
+        and scene.labels[made.index].category == "inputs"
+        and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
+    ]
+    for spot in spots(data)[:1]:
+        is_dataset = any(
+            base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
+        )
+        several = len({one.address for one in spot.held}) >= _PARTS
+        named = rf"\b{re.escape(spot.place)}\b"
+        taken = rf"{named}\s*\[[^\n\]]*[:a-z]|\bin\b[^:\n]*{named}[^:\n]*:"
+        if spot.size < max(WORTH, scene.part_of_peak(2)) or not scene.loops:
+            continue
+        if not is_dataset and not (several and re.search(taken, scene.typed)):
+            continue
+        what = "The whole dataset lies" if is_dataset else "All batches lie"
+        yield Cause(
+            "data_ready",
+            f"{what} on the device: {quoted(spot.place)} takes {human(spot.size)} of {human(scene.report.peak.allocated)}.",
+            "Where that room is wanted, keep it on the host and move one batch at a time (`.to(device)`, with "
+            "`pin_memory=True` and `non_blocking=True`).",
+            spot.size,
+            describes=True,
         )
 
 
@@ -188,6 +228,7 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     caches = {one.address for one in at_end}
     known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
     place = _cache_of([one for one in known if one.address in caches])
+    positions = _positions_of(one for one in known if one.address in caches)
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
     grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
@@ -199,6 +240,20 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
             f"Let go of it when the generation has ended{'' if place is None else f' (`{place} = None`, and so on)'}.",
             size_of(cached),
         )
+        return
+    if _made_in_training(scene, cached):
+        # While its graph is there, it is what that keeps anyway.
+        gone = max((end for one in scene.spans(BACKWARD) if (end := scene.end_of(one)) <= scene.moment), default=0)
+        still = [one for one in scene.living_in(scene.moment, "kv_cache") if one.born < gone]
+        if size_of(still) >= LEAST:
+            yield Cause(
+                "key_value_cache",
+                "Each forward in training makes a key-value cache that only generation reads, and "
+                f"{human(size_of(still))} of it{'' if place is None else f', kept by {quoted(place)}{at},'} outlive their "
+                "backward.",
+                "`use_cache=False` in the call of the model (or `model.config.use_cache = False`) makes none.",
+                size_of(still),
+            )
         return
     room = asked_for_room(scene, max(cached, key=lambda one: one.size))
     if room is not None:
@@ -213,12 +268,38 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "key_value_cache",
         f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
-        f"{counted(len(cached), 'tensor')}, for every position and every sequence of the batch"
+        f"{counted(len(cached), 'tensor')}, {_for_what(positions)}"
         f"{'; it grows by `torch.cat`, which copies it, a layer at a time, at each new token' if grows else ''}.",
         f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
-        "smaller batch, a quantized cache or fewer key-value heads make it smaller.",
+        f"{'shorter `max_cache_len`, a ' if positions else ''}smaller batch, a quantized cache or fewer key-value heads make it "
+        "smaller.",
         size_of(cached),
     )
+
+
+def _for_what(positions: int) -> str:
+    if not positions:
+        return "for every position and every sequence of the batch"
+    return f"with room for {positions:,} positions of every sequence of the batch, used or not"
+
+
+def _positions_of(held: Iterable[Held]) -> int:
+    """How many positions a cache of a length that was given to it has room for; 0 where it is none."""
+    fixed = [one for one in held if any(base == _STATIC for station in one.trail for base in station.bases)]
+    # (batch, heads, positions, width)
+    return max((one.shape[2] for one in fixed if len(one.shape) == 4), default=0)
+
+
+def _made_in_training(scene: Scene, cached: Sequence[Allocation]) -> bool:
+    """Whether a forward that a backward follows made the cache, and the program never names one."""
+    last = max(map(scene.end_of, scene.spans(BACKWARD)), default=0)
+    forwards = [
+        (scene.start_of(one), scene.end_of(one))
+        for one in scene.spans(FORWARD)
+        if one.graph and scene.end_of(one) <= last
+    ]
+    made = [one for one in cached if any(start <= one.born < end for start, end in forwards)]
+    return 2 * size_of(made) > size_of(cached) and not _NAMES_CACHE.search(scene.typed)
 
 
 def _trains_without(scene: Scene, cached: list[Allocation]) -> bool:

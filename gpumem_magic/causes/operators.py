@@ -18,7 +18,7 @@ from gpumem_magic.causes.alike import (
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
-from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD
+from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, shape_words
 
@@ -119,6 +119,9 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
         if len(alike.shape) < 2 or alike.shape[-1] < _WORDS or alike.bytes < max(WORTH, scene.part_of_peak(3)):
             continue
         rows = prod(alike.shape[:-1])
+        if not scene.spans(BACKWARD) and not any(span.graph for span in scene.spans(FORWARD)):
+            # Scores that are looked at, and no loss: `growth` says who keeps them.
+            return
         yield Cause(
             "wide_loss",
             f"{made_by(scene, alike)} is a loss over {alike.shape[-1]:,} classes at {rows:,} positions: {size_words(alike)}.",

@@ -19,6 +19,7 @@ from gpumem_magic.units import counted, human
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
+_OF_A_KIND = re.compile(r"(?:\[[A-Za-z_]\w*\])+$")
 _NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
 # How the place of a variable ends that is a function's which has just failed.
 _HERE = f", in {THIS_ERROR}"
@@ -30,7 +31,7 @@ _REGISTERED = re.compile(r"(?P<handle>\w+)\s*=\s*\w[^=]*\.register_\w*hook\(")
 _PART = 4
 # More places than a sentence tells.
 _MANY = 3
-_MODULE = "torch.nn.modules.module.Module"
+MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
 
@@ -89,8 +90,8 @@ def general(one: Held) -> str:
 
 def module_of(one: Held) -> str:
     """The variable, or the attribute of one that is no module itself, under which a module is known."""
-    modules = [station.place for station in one.trail if _MODULE in station.bases]
-    if len(modules) > 1 and one.trail and _MODULE in one.trail[0].bases:
+    modules = [station.place for station in one.trail if MODULE in station.bases]
+    if len(modules) > 1 and one.trail and MODULE in one.trail[0].bases:
         return modules[0]
     return modules[0] if modules else one.place.partition(".")[0]
 
@@ -196,7 +197,9 @@ def quoted(place: str) -> str:
     """A place in code's marks where it is something to type, else in words: ```outs` of run()`` where that has just failed."""
     if place.endswith(_HERE):
         return place.removesuffix(_HERE).removeprefix("local ")
-    return f"`{place}`" if _WRITTEN.match(place) else place
+    # (Of a key that nobody types, a tuple say, only the class is known.)
+    whole = _OF_A_KIND.sub("", place)
+    return f"`{whole}`" if _WRITTEN.match(whole) else place
 
 
 def added(scene: Scene, spot: Spot) -> Written | None:

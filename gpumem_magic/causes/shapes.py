@@ -38,6 +38,18 @@ def wide_numbers(scene: Scene) -> Iterator[Cause]:
         return
     first = wide[0]
     name = first.place
+    at_the_peak = _bytes_of_types(scene)[first.dtype]
+    if at_the_peak > 2 * size_of(wide):
+        # What meets it becomes wide, too.
+        yield Cause(
+            "wide_numbers",
+            f"`{name}` is in {first.dtype}, and so is what is computed with it: {human(at_the_peak)} of the peak's "
+            f"{human(scene.report.peak.allocated)}, twice what {_WIDE[first.dtype]} takes.",
+            f"`{name.partition('.')[0].partition('[')[0]}` as {_WIDE[first.dtype]} (`.float()`, or `dtype=` where it is made) "
+            f"saves up to {human(at_the_peak // 2)}.",
+            at_the_peak // 2,
+        )
+        return
     yield Cause(
         "wide_numbers",
         f"{human(size_of(wide))} is in {first.dtype}, chiefly `{name}`: twice what {_WIDE[first.dtype]} takes.",
@@ -51,12 +63,7 @@ def _double(scene: Scene) -> Iterator[Cause]:
     """A model in it: somebody who made both fit may not know what it costs."""
     if not any(one.kind == "parameter" and one.dtype in _WIDE for one in scene.held):
         return
-    births = scene.recording.logs[scene.device].births
-    types = {one.address: one.dtype for one in scene.held}
-    wide = Counter[str]()
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born)
-        wide[types.get(one.address, "") if birth is None or birth.shape is None else birth.dtype] += one.size
+    wide = _bytes_of_types(scene)
     dtype = max(_WIDE, key=lambda one: wide[one])
     if wide[dtype] < scene.part_of_peak(2):
         return
@@ -72,6 +79,17 @@ def _double(scene: Scene) -> Iterator[Cause]:
         wide[dtype] // 2,
         describes=True,
     )
+
+
+def _bytes_of_types(scene: Scene) -> Counter[str]:
+    """Bytes of each type at the moment."""
+    births = scene.recording.logs[scene.device].births
+    types = {one.address: one.dtype for one in scene.held}
+    wide = Counter[str]()
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        wide[types.get(one.address, "") if birth is None or birth.shape is None else birth.dtype] += one.size
+    return wide
 
 
 def wide_indices(scene: Scene) -> Iterator[Cause]:

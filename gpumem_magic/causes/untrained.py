@@ -15,6 +15,8 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
+# They save their input for the gradient of their weight alone (tools/autograd/derivatives.yaml).
+_FOR_WEIGHTS = frozenset({"addmm", "mm", "linear", "convolution"})
 # Something in the program has them require gradients again: networks that are trained in turn.
 _UNFREEZES = re.compile(r"requires_grad(?:_\(\s*|\s*=\s*)(?!\s*False\b)|unfreeze")
 
@@ -41,8 +43,18 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             return
         addresses = {parameters[one.place.removesuffix(_GRADIENT)].address for one in gradients}
         live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
-        saved = {one.address for one in scene.saved if one.parameter is not None and one.parameter[1] in addresses}
-        kept = size_of(live[address] for address in saved if address in live)
+        its = [one for one in scene.saved if one.parameter is not None and one.parameter[1] in addresses]
+        # What is trained lies in front of it (an image, a policy): gradients go through it all the same, and only what is saved
+        # for its own weights' is not needed.
+        shared = [one for one in its if any(each.others(addresses) for each in one.leaves)]
+        for_weights = {one.address for one in shared if _FOR_WEIGHTS.issuperset(one.operations)}
+        needless = for_weights | {one.address for one in its if one not in shared}
+        kept = size_of(live[address] for address in needless if address in live)
+        # (A loss leads to all that is trained, and other layers have the same input.)
+        through = any(
+            not _FOR_WEIGHTS.isdisjoint(one.operations) and all(each.others(addresses) for each in one.leaves)
+            for one in shared
+        )
         fresh = any(
             allocation.born >= 0 for one in gradients if (allocation := scene.alive.get(one.address)) is not None
         )
@@ -59,12 +71,19 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             "untrained_gradients",
             f"{quoted(module)}{at} runs with gradients, though{partly} no optimizer trains it: its parameters got "
             f"{human(size_of(gradients))} of gradients{graph}.",
-            f"`{module}.requires_grad_(False)`, or `with torch.no_grad():` around the call where nothing before it is trained."
-            if not partly
-            else "`.requires_grad_(False)` on the parameters that the optimizer was not given.",
+            _frozen(module, in_part=bool(partly), through=through),
             size_of(gradients) + kept,
         )
         return
+
+
+def _frozen(module: str, *, in_part: bool, through: bool) -> str:
+    """What to do. through: whether gradients go on through it to what is trained."""
+    if in_part:
+        return "`.requires_grad_(False)` on the parameters that the optimizer was not given."
+    if through:
+        return f"`{module}.requires_grad_(False)`: the gradients still go through it to what is trained."
+    return f"`{module}.requires_grad_(False)`, or `with torch.no_grad():` around the call where nothing before it is trained."
 
 
 def _of_the_one_before(scene: Scene, module: str, gradients: list[Held]) -> Cause | None:
