@@ -398,7 +398,8 @@ def test_a_device_that_an_interrupt_left_half_off(shell: Any, then: str) -> None
             shell.run_line_magic("load_ext", "gpumem_magic")
         assert gpu.current() is None
         assert not machine.replaced()
-        assert "_cuda_setDevice" not in vars(torch._C)
+        # (A build for a card has its own.)
+        assert ("_cuda_setDevice" in vars(torch._C)) == (torch.version.cuda is not None)
 
 
 def test_a_mode_that_was_left_on_the_stack_does_not_keep_the_device_on(shell: Any) -> None:

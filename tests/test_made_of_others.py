@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.engine.engine import SPECIAL
@@ -123,7 +124,9 @@ def test_results_and_gradients_are_those_of_the_host(values: str) -> None:
 
 def test_each_has_a_function_of_all_devices() -> None:
     """Asked for one that is not there, C++ would run what lies at its place."""
-    assert len(made_of_others._KEYS) == len(made_of_others._OPERATORS)
+    left_out = set(made_of_others._OPERATORS) - set(made_of_others._KEYS)
+    # (2.9 has none for two of them, which run as other operators do.)
+    assert len(left_out) == (0 if TORCH >= (2, 10) else 2)
     assert set(made_of_others._KEYS) <= set(SPECIAL)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from meaning_programs import PROGRAMS
+from torch_versions import BIAS_WORKSPACE
 
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.ledger import TENANT_CATEGORIES
@@ -61,8 +62,12 @@ def test_what_a_programs_own_optimizer_puts_in_the_place_of_a_parameter(tmp_path
 def assert_same(live: dict[str, int], view: DeviceView) -> None:
     """Each category has the same bytes, but for those that the live cell could not tell: the file may know them by its stacks."""
     file = view.sizes(view.peak[1])
-    assert {what: size for what, size in live.items() if what != "unknown" and file[what] < size - 4096} == {}
-    assert sum(max(file[what] - size, 0) for what, size in live.items()) <= live["unknown"] + 4096
+    # (What cuBLASLt keeps has the size of many a tensor, and nothing in a file tells it from one.)
+    of_bias = {"workspace": 2 * BIAS_WORKSPACE}
+    lost = {what: size - file[what] - of_bias.get(what, 0) for what, size in live.items() if what != "unknown"}
+    assert {what: size for what, size in lost.items() if size > 4096} == {}
+    gained = sum(max(file[what] - size, 0) for what, size in live.items())
+    assert gained <= live["unknown"] + 4096 + 2 * BIAS_WORKSPACE
 
 
 def recorded(name: str, before: int, folder: Path) -> tuple[dict[str, int], DeviceView]:

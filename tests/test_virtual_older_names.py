@@ -8,7 +8,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 import pytest
@@ -219,6 +219,23 @@ def test_compiled_modules_move_with_their_parameters(make: Any) -> None:
     module(torch.rand(2, 3, device="cuda")).sum().backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     assert module.cpu()(torch.rand(2, 3)).device.type == "cpu"
+
+
+def with_a_device(x: torch.Tensor, device: torch.device | None = None) -> torch.Tensor:
+    return torch.ones(3, device=x.device if device is None else device)
+
+
+# As where annotations are no strings, read before any device is turned on.
+with_a_device.__annotations__["device"] = Optional[torch.device]  # noqa: UP045
+with_a_device.__annotations__.update(dict.fromkeys(("x", "return"), torch.Tensor))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+def test_a_script_may_take_a_device_or_none() -> None:
+    scripted = torch.jit.script(with_a_device)
+    x = torch.rand(3, device="cuda")
+    assert scripted(x).device == x.device
+    assert scripted(x, x.device).device == x.device
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit")

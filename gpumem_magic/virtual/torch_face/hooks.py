@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine, quiet
-from gpumem_magic.virtual.engine.modes import STATE, pushed
+from gpumem_magic.virtual.engine.modes import META, STATE, pushed
 from gpumem_magic.virtual.engine.node_numbers import count_pass, number_as_on_a_device
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
@@ -113,6 +113,14 @@ def _scripts(patches: Patches, engine: Engine) -> None:
         with pushed(engine.mode):
             return call(self, *args, **kwargs)
 
+    annotations: Any = importlib.import_module("torch.jit.annotations")
+    of_annotation = annotations.try_ann_to_type
+
+    def try_ann_to_type(ann: Any, *args: Any, **kwargs: Any) -> Any:
+        # (In `Optional[torch.device]`, written before the device was turned on, is the type itself.)
+        return of_annotation(torch.device if ann is type(META) else ann, *args, **kwargs)
+
+    patches.set(annotations, "try_ann_to_type", try_ann_to_type)
     patches.set(torch.jit.ScriptFunction, "__call__", called)
     for module in ("torch.jit._builtins", "torch.jit._recursive"):
         patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
