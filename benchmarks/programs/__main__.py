@@ -146,7 +146,9 @@ def table() -> Iterator[dict[str, Any]]:
     for every in tomllib.loads((HERE / "programs.toml").read_text(encoding="utf-8"))["repository"]:
         shared = {key: value for key, value in every.items() if key not in ("name", "program")}
         for one in every["program"]:
-            yield {"repository": every["name"], "name": one.get("name") or one["script"], **shared, **one}
+            name = one.get("name") or one["script"]
+            row = {"repository": every["name"], "name": name, **shared, **one}
+            yield row if "entry" not in row else {**row, "entry": row["entry"].replace("$name", name)}
 
 
 def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
