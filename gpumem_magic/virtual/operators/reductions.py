@@ -19,7 +19,7 @@ from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.engine.strides import lies_in_one_row
+from gpumem_magic.virtual.engine.strides import in_one_piece, lies_in_one_row
 
 _aten = torch.ops.aten
 
@@ -219,10 +219,6 @@ _OF_PLAIN = {_aten.max.default, _aten.min.default, _aten.aminmax.default}
 _OF_ONE_ROW = {_aten.argmax.default, _aten.argmin.default}
 
 
-def _plain_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(prod(shape[place + 1 :]) for place in range(len(shape)))
-
-
 @special(*KERNELS, table=BESIDE)
 def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> Kernels:
     source, first = args[0], out[0] if isinstance(out, tuple) else out
@@ -249,10 +245,10 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         accumulator *= 2
     strides = source.stride()
     if func in _OF_PLAIN and kwargs.get("dim") is None and not source.is_contiguous():
-        copied, strides = source.numel() * item, _plain_strides(source.shape)
+        copied, strides = source.numel() * item, in_one_piece(source.shape)
     dims = _dims(func, args, kwargs, source.dim())
     if func in _OF_ONE_ROW and len(dims) == source.dim() > 1 and not lies_in_one_row(source.shape, strides):
-        copied, strides = source.numel() * item, _plain_strides(source.shape)
+        copied, strides = source.numel() * item, in_one_piece(source.shape)
     processors = engine.memory.processors(device)
     each = _shared(source.shape, strides, dims, item, kernel.at_once, accumulator, processors)
     # Several kernels add to what cannot hold their sum, or no such pair of numbers (`AccumulationBuffer`).
