@@ -172,7 +172,7 @@ class Patches:
         failure: BaseException | None = None
         with whole:
             while self._undo:
-                number, step = len(self._undo) - 1, self._undo[-1]
+                step = self._undo[-1]
                 try:
                     step()
                 except BaseException as error:
@@ -180,8 +180,11 @@ class Patches:
                     failure = failure or error
                     if was_interrupted:
                         continue
-                # (One that imports something may have had more replaced, which is above it now.)
-                del self._undo[number]
+                if self._undo[-1] is step:
+                    self._undo.pop()
+                else:
+                    # It has imported something for which more was replaced.
+                    self._undo.remove(step)
             self._replaced.clear()
             self._placed.clear()
             if failure is not None:
