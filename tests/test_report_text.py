@@ -17,7 +17,7 @@ from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, Folded, ReportError, Skipped, TensorGroup
 from gpumem_magic.session import device
 from gpumem_magic.views import explain, what_failed
-from gpumem_magic.views.lines import Line, columns, first_line, fit, lines, shown_lines, wrap
+from gpumem_magic.views.lines import Line, SizeFormat, columns, first_line, fit, lines, shown_lines, wrap
 from gpumem_magic.views.palette import ASCII_LETTERS, LETTERS
 from gpumem_magic.views.story import lead_of, story_of
 from gpumem_magic.views.text import bar, render
@@ -70,6 +70,14 @@ def test_rows_of_the_investigation():
     names = [line.strip()[:18].strip() for line in text.splitlines()]
     assert names[names.index("1: optimizer.step(") + 1] == "at the peak"
     assert names.index("before") < names.index("at the peak") < names.index("after")
+
+
+@given(st.integers(-2 * MIB, 2 * MIB))
+def test_what_changed_never_reads_as_nothing_with_a_sign(size: int) -> None:
+    shown = SizeFormat(samples.colab()).change(size)
+    assert (shown == "0") == (size == 0)
+    assert shown not in ("+0", "-0")
+    assert SizeFormat(samples.colab()).change(-MIB // 2) == "-<1"
 
 
 def test_first_the_answer_then_what_stood_in_the_way_then_the_rows():

@@ -375,6 +375,7 @@ class SizeFormat:
 
     def _small(self, size: int, plus: str = "") -> str:
         unit = 0.1 if self._decimals else 1
-        if size and abs(size) < unit * MIB / 2:
+        # (Half of it would be rounded to 0, which is even.)
+        if size and abs(size) <= unit * MIB / 2:
             return f"{'-' if size < 0 else plus}<{unit:g}"
         return ""
