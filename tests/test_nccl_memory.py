@@ -252,3 +252,17 @@ def test_copies_between_a_process_own_devices() -> None:
             assert beside == taken, index
     finally:
         gpu.turn_off()
+
+
+def test_copies_to_a_device_that_is_not_there() -> None:
+    gpu.turn_on("2xT4")
+    try:
+        x = torch.ones(8, device="cuda")
+        for devices in ([0, 2], [0, 1, -1]):
+            with pytest.raises(RuntimeError, match=r"invalid device ordinal \(the virtual machine has 2 devices"):
+                torch.nn.parallel.comm.broadcast(x, devices)
+            with pytest.raises(RuntimeError, match="invalid device ordinal"):
+                torch._C._broadcast_coalesced([x], devices, 1 << 20)
+        assert torch.cuda.memory_allocated(1) == 0
+    finally:
+        gpu.turn_off()

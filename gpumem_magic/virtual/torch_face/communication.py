@@ -18,6 +18,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import exchanged, values
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.refusals import refuse_device
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import collectives
 from gpumem_magic.virtual.torch_face import data_parallel, futures
@@ -52,7 +53,11 @@ def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def _connect(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
     """CUDA builds for Linux copy by NCCL (``comm.cpp``), which takes memory of its own on each device."""
     if tensors and isinstance(tensors[0], VirtualTensor) and len(devices) > 1:
-        cast(Engine, engine_of(tensors[0])).memory.communication.in_one_process(devices)
+        engine = cast(Engine, engine_of(tensors[0]))
+        for index in devices:
+            if not 0 <= index < engine.device_count:
+                refuse_device(index, engine.device_count)
+        engine.memory.communication.in_one_process(devices)
 
 
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
