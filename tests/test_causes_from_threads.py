@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from causes_cells import names, notebook
+from causes_cells import Notebook, names, notebook
+
+from gpumem_magic import Report
+from gpumem_magic.report.model import Cause
 
 TRANSFORMERS = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -64,18 +67,23 @@ def steps():
 """
 
 
+def untrained(book: Notebook, trained: str, parameters: str, given: str) -> tuple[Report, Cause]:
+    """What three steps show, and that no optimizer trains the body."""
+    book.cell(THROUGH.format(trained=trained, parameters=parameters, given=given))
+    report = book.measured("steps()")
+    (cause,) = [one for one in report.causes if one.name == "untrained_gradients"]
+    return report, cause
+
+
 def test_what_gradients_go_through_is_kept_for_what_is_trained_in_front_of_it() -> None:
     """Freezing it spares its weights' gradients and the inputs that they need, and no more."""
     with notebook() as book:
-        book.cell(
-            THROUGH.format(
-                trained="image = torch.randn(16384, 512, device='cuda', requires_grad=True)",
-                parameters="[image]",
-                given="body(image)",
-            )
+        before, cause = untrained(
+            book,
+            trained="image = torch.randn(16384, 512, device='cuda', requires_grad=True)",
+            parameters="[image]",
+            given="body(image)",
         )
-        before = book.measured("steps()")
-        (cause,) = [one for one in before.causes if one.name == "untrained_gradients"]
         assert "goes" not in cause.text
         assert "go through it to what is trained" in cause.remedy
         assert "no_grad" not in cause.remedy
@@ -88,15 +96,12 @@ def test_what_gradients_go_through_is_kept_for_what_is_trained_in_front_of_it() 
 
 def test_a_network_that_only_measures_behind_another_is_still_told() -> None:
     with notebook() as book:
-        book.cell(
-            THROUGH.format(
-                trained="head = nn.Linear(512, 512).cuda()\nx = torch.randn(16384, 512, device='cuda')",
-                parameters="head.parameters()",
-                given="(head(x) - body(x))",
-            )
+        _, cause = untrained(
+            book,
+            trained="head = nn.Linear(512, 512).cuda()\nx = torch.randn(16384, 512, device='cuda')",
+            parameters="head.parameters()",
+            given="(head(x) - body(x))",
         )
-        before = book.measured("steps()")
-        (cause,) = [one for one in before.causes if one.name == "untrained_gradients"]
         assert "torch.no_grad()" in cause.remedy
 
 

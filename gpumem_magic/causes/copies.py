@@ -134,6 +134,7 @@ def built_again(scene: Scene) -> Iterator[Cause]:
         both = [one for one in twins if one.freed is None or one.freed >= max(fresh.born for fresh in new)]
         if size_of(both) < 0.9 * size_of(new):
             continue
+        taken = size_of(both)
         gone = [one.freed for one in both if one.freed is not None]
         if len(gone) == len(both):
             if _works_on_a_model(scene, point.statement):
@@ -145,7 +146,7 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             until = f", until `{_short(later)}`" if later and later != point.statement else ""
             text = (
                 f"`{_short(point.statement)}` built a model while the previous one was still on the device, which "
-                f"took {human(size_of(both))} more{until}."
+                f"took {human(taken)} more{until}."
             )
             name = point.statement.partition("=")[0].strip()
             remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
@@ -153,16 +154,15 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             names = listed([f"`{one.name}`" for one in keepers])
             hold = "holds" if len(keepers) == 1 else "hold"
             freed = size_of(scene.freed(scene.holdings.roots.index(one) for one in keepers))
-            beside = f" with their gradients and states, {human(freed)} in all" if freed > size_of(both) else ""
-            text = f"The previous model is still on the device ({human(size_of(both))}): {names} {hold} its parameters{beside}."
+            beside = f" with their gradients and states, {human(freed)} in all" if freed > taken else ""
+            text = f"The previous model is still on the device ({human(taken)}): {names} {hold} its parameters{beside}."
             code = joined(one.statement for one in keepers if one.statement is not None)
             every = all(one.statement is not None for one in keepers)
             remedy = f"`{'; '.join(code)}` before building it again." if every else ""
-            yield Cause("model_built_again", text, remedy, max(freed, size_of(both)))
-            return
+            taken = max(freed, taken)
         else:
             continue
-        yield Cause("model_built_again", text, remedy, size_of(both))
+        yield Cause("model_built_again", text, remedy, taken)
         return
 
 

@@ -117,18 +117,22 @@ class StorageTable:
         """Whether what it asks of the allocator is for storages, those that have ended among them."""
         return self._at_work
 
-    def tell_of_ends(self, told: Callable[[int, int], object] | None) -> None:
-        """Has storages that are placed from now on tell of their end when it comes, before their free: ``told(device, address)``;
-        None: no more."""
+    def tell_of_ends(self, told: Callable[[int, int], object]) -> Callable[[], None]:
+        """Has storages that are placed until the answer is called tell of their end when it comes, before their free:
+        ``told(device, address)``."""
         ended, placements = self._ended, self._placements
 
         def tell(watch: _StorageReference) -> None:
             ended.append(watch)
             placement = placements.get(watch.key)
-            if told is not None and placement is not None and placement.watch is watch and placement.nbytes:
+            if placement is not None and placement.watch is watch and placement.nbytes:
                 told(placement.device, placement.address)
 
-        self._note_end = ended.append if told is None else tell
+        def end() -> None:
+            self._note_end = ended.append
+
+        self._note_end = tell
+        return end
 
     def waiting(self) -> dict[int, int]:
         """By the `id` of their references, the places in the queue of storages that have ended and are not freed yet."""

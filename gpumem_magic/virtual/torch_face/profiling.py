@@ -143,8 +143,7 @@ class _ProfilerRun:
             factories.make_by(_as_operators),
         ]
         if with_memory:
-            machine.engine.table.tell_of_ends(self._storage_ended)
-            self._ends.append(functools.partial(machine.engine.table.tell_of_ends, None))
+            self._ends.append(machine.engine.table.tell_of_ends(self._storage_ended))
             for device in machine.devices:
                 self._allocated[device.index] = device.allocator.allocated
                 self._ends.append(device.follow(functools.partial(self._changed, device)))
