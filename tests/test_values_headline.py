@@ -260,6 +260,15 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
     assert ends_a_loop(str(place), line) is decides
 
 
+_WORDED = """y = x.item()
+import numpy as np
+if y > 2:
+    word = name(y)
+def name(v):
+    BODY
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "chooses"),
     [
@@ -283,12 +292,101 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
         ("y = x.item()\ntry:\n    if y > 1: raise ValueError\n    train(z)\nexcept ValueError: evaluate(z)", True),
         ("assert x.item() < 1\ntrain(z)", False),
         ("y = x.item()\ndef run():\n    if y < 3:\n        return\n    print(y)", False),
+        # What only words a value, or counts with it on the host.
+        ("y = x.item()\nif y > 2:\n    word = name(y)\ndef name(v): return 'small' if v < 3 else f'{v:.3f}'", False),
+        ("y = x.item()\nif y > 2:\n    word = name(3)\ndef name(v): return ' ' * (v - 1) + 'large'", False),
+        (
+            "y = x.item()\nimport numpy as np\nif y > 7:\n    digits = 1\nelse:\n    digits = np.clip(7 - y, 1, 6)",
+            False,
+        ),
+        (_WORDED.replace("BODY", "return '-' * 8"), False),
+        (_WORDED.replace("BODY", "return shape.format(v=np.log10(mean / (1 - power[key])))"), False),
+        (_WORDED.replace("BODY", "return mean / (1 - power[key])"), True),
+        (_WORDED.replace("BODY", "return v"), True),
+        (_WORDED.replace("BODY", "return str(net(v))"), True),
+        (_WORDED.replace("BODY", "other = v * mean\n    return 'done'"), True),
+        (_WORDED.replace("BODY", "v.best = mean\n    return 'done'"), True),
+        (_WORDED.replace("BODY", "seen.append(mean)\n    return 'done'"), True),
+        (_WORDED.replace("BODY", "global best\n    best = v\n    return 'done'"), True),
+        (_WORDED.replace("BODY", "del seen[v]\n    return 'done'"), True),
+        (_WORDED.replace("BODY", "return f'{(v + mean).sum()}'"), True),
+        (_WORDED.replace("BODY", "return 'done' if mean[v > 1] is None else ''"), True),
+        (_WORDED.replace("BODY", "return str([one + 1 for one in v])"), True),
+        ("y = x.item()\nimport numpy as np\nif y > 7:\n    table = np.zeros(9)", True),
+        # No value of a tensor's makes a number None.
+        ("y = x.item()\nif y is not None:\n    train(z)", False),
+        ("y = x.item()\ndef tell(v):\n    if v is None: return\n    train(z)\ntell(float(y))", False),
+        ("y = x.item()\ndef mean(v): return float(v)\nfound = mean(y)\nif found is not None:\n    train(z)", False),
+        ("y = x.item()\nparts = []\nif y > 1: parts.append('many')\nif parts is not None:\n    train(z)", False),
+        ("y = z if x.item() > 1 else None\nif y is not None:\n    train(z)", True),
+        ("y = x.item()\nbest = None\nif y > 1: best = z\nif best is not None:\n    train(best)", True),
+        ("y = x.item()\nfound = names.get(y)\nif found is None:\n    train(z)", True),
+        ("y = x.item()\nfound = names[y]\nif found is None:\n    train(z)", True),
+        ("y = x.item()\ndef pick(v):\n    if v > 1: return z\nfound = pick(y)\nif found is None:\n    train(z)", True),
+        ("y = x.item()\nfound = y > 1 and z or None\nif found is None:\n    train(z)", True),
+        ("y = x.item()\nif y is None or y > 1:\n    train(z)", True),
+        ("y = x.item()\nif y > 1: extra = net(z)", True),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert chooses_a_way(str(place), 1) is chooses
+
+
+_LOGGER = """
+import numpy as np
+
+class Screen:
+    def __init__(self):
+        self._means = {}
+
+    @property
+    def width(self):
+        return 8
+
+    def empty(self, digits):
+        return " " * (self.width - digits) + "-" * digits
+
+    def worded(self, key, value):
+        if key not in self._means:
+            assert value is None
+            return self.empty(2)
+        mean = self._means[key] / (1 - 0.9)
+        if abs(mean) < 1e-9 or not np.isfinite(mean):
+            large = 0
+        else:
+            large = int(np.ceil(np.log10(abs(mean)))) + 1
+        if large >= 7:
+            shape = "{v:9.3e}"
+        else:
+            digits = np.clip(7 - large, 1, 6)
+            shape = "{v:8,." + str(digits) + "f}"
+        return self.empty(2) if value is None else shape.format(v=value)
+
+    def tell(self, x):
+        self._means["loss"] = x.item()
+        print(self.worded("loss", self._means["loss"]))
+"""
+_OVERRIDDEN = """
+class Drawn(Screen):
+    def empty(self, digits):
+        return draw(net(picture))
+"""
+
+
+@pytest.mark.parametrize(("further", "chooses"), [("", False), (_OVERRIDDEN, True)])
+def test_an_if_that_only_words_a_value_is_none_unless_a_subclass_does_more(
+    tmp_path: Path, further: str, chooses: bool
+) -> None:
+    place = tmp_path / "screen.py"
+    place.write_text(_LOGGER, "utf-8")
+    names: dict[str, Any] = {"__name__": "screen"}
+    exec(compile(_LOGGER, str(place), "exec"), names)
+    exec(further, names)
+    with gpumem_magic.measure(device="T4") as measured:
+        names["Screen"]().tell(unknown().sum())
+    assert ("An `if` may go the other way" in measured.report.answer) is chooses
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 a frame knows its line only")

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 from gpumem_magic.looks import flows, observers
 from gpumem_magic.looks.flows import FileFlows, Flow, Key, Place, Uses
+from gpumem_magic.looks.wording import Own
 
 # Errors that a wrong value brings about, as a wrong name does not.
 _OF_VALUES = (
@@ -208,7 +209,7 @@ class _Reached:
             (number, test.source)
             for number, one in enumerate(self._files)
             for test in one.tests
-            if test.decides == decides
+            if test.decides == decides and not (test.unless and all(map(_is_as_written, test.unless)))
         )
 
     def goes_by(self, decides: str) -> bool:
@@ -246,6 +247,10 @@ class _Reached:
         number, source = used
         # (A constant reads nothing: `range(4)` may share its line with what does.)
         return number == 0 and bool(source.keys or source.reads) and source.covers(self._line, self._statements)
+
+
+def _is_as_written(one: Own) -> bool:
+    return observers.is_nowhere_another(*one)
 
 
 def _is_let(flow: Flow) -> bool:

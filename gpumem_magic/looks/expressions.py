@@ -129,27 +129,14 @@ def is_number(node: ast.expr) -> bool:
     )
 
 
-def works(branch: Sequence[ast.AST]) -> bool:
-    """Whether something is called that may take memory, or matrices are multiplied. What is raised takes none."""
-    for part in branch:
-        if not isinstance(part, ast.Raise):
-            if isinstance(part, ast.MatMult):
-                return True
-            if isinstance(part, ast.Call) and called(part) not in QUIET:
-                return True
-            if works(list(ast.iter_child_nodes(part))):
-                return True
-    return False
-
-
-def leaves_work(node: ast.AST, inner: Sequence[ast.AST], around: Sequence[ast.stmt], in_loop: bool) -> bool:
-    """Whether it leaves out work that stands behind it: the rest of a loop's turn, or of a function.
+def left_out(node: ast.AST, inner: Sequence[ast.AST], around: Sequence[ast.stmt], in_loop: bool) -> Sequence[ast.stmt]:
+    """What stands behind it, where it leaves that out: the rest of a loop's turn, or of a function.
 
     inner: all that is in its branches; around: the block of the loop, or of the function, that it is in.
     """
     way: type[ast.AST] = ast.Continue if in_loop else ast.Return
     end = getattr(node, "end_lineno", None) or 0
-    return any(isinstance(one, way) for one in inner) and works([one for one in around if one.lineno > end])
+    return [one for one in around if one.lineno > end] if any(isinstance(one, way) for one in inner) else ()
 
 
 def functions_asked(call: ast.Call) -> Sequence[str]:

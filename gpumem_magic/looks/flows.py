@@ -33,22 +33,28 @@ from gpumem_magic.looks.expressions import (
     keyed_names,
     keys_given,
     keys_set,
-    leaves_work,
+    left_out,
     makes_of_contents,
     selections,
     targets,
     whole_numbers,
-    works,
 )
+from gpumem_magic.looks.wording import Own, Wording
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
 # arguments (``best(0``, ``best(limit``), which have no scope; ``::best()`` is that of a function which is no method, as in
 # ``torch.load()``. ``seen[]`` is what is in ``seen``, ``seen[=best]`` what is there under
-# that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it selects as a mask.
+# that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it selects as a mask, ``seen!``
+# whether it is None, which a tensor's value alone does not make it.
 Key = tuple[int, str]
 Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+# What makes an object of its own, which is never None.
+_OBJECTS = (
+    ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp,
+    ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
+)  # fmt: skip
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 _Loop = ast.While | ast.For | ast.AsyncFor
@@ -69,6 +75,11 @@ _READS = (
 # What shows something to somebody, or writes it.
 _PRINTS = frozenset((
     "print", "pprint", "write", "writelines", "writerow", "writerows", "display", "secho", "log", "debug", "info", "warning",
+))  # fmt: skip
+# What gives no None, whatever it is given.
+_NEVER_NONE = frozenset((
+    *_READS, "str", "len", "abs", "round", "cpu", "cuda", "to", "detach", "clone", "mean", "list", "tuple", "dict", "set",
+    "sorted", "format", "join", "array", "asarray", "tensor", "as_tensor", "range", "isinstance", "ravel", "flatten", "copy",
 ))  # fmt: skip
 # Attributes of a tensor that hold its values, and what asks for its shape, its type or its place, whatever the values are.
 _ITSELF = frozenset(("data", "T"))
@@ -123,12 +134,14 @@ class Test(NamedTuple):
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
     test, or all that end it where it has none; "if" is each ``if`` and ``match``, whatever stands in it. A value may have chosen
     the object that is "called", or "asked" to do something. As much is taken of something else (but: what that is) as is "held",
-    or "selected" by a comparison. It is "printed", or something is "looked up" by it.
+    or "selected" by a comparison. It is "printed", or something is "looked up" by it. unless: it decides that only where one of
+    these methods is another in a subclass.
     """
 
     source: Uses
     decides: str
     but: frozenset[Key]
+    unless: frozenset[Own] = frozenset()
 
 
 class StatementUses(NamedTuple):
@@ -189,6 +202,8 @@ class _FlowReader:
         self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
         self._modules = imported_modules(tree)
+        self._wording = Wording(tree, self._keyed)
+        self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
         self._once = 0
         self._statement: Place = (0, 0)
 
@@ -243,7 +258,7 @@ class _FlowReader:
         return f"::{name}" if of_module else name
 
     def _link(self, source: Key, target: Key) -> None:
-        for what, whats in (("", ("",)), ("[]", ("[]", "[*]"))):
+        for what, whats in (("", ("",)), ("[]", ("[]", "[*]")), ("!", ("!",))):
             before, after = (source[0], f"{source[1]}{what}"), tuple((target[0], f"{target[1]}{one}") for one in whats)
             self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value"))
 
@@ -285,6 +300,7 @@ class _FlowReader:
                 names = tuple(self._targets(node))
                 if not self._handed_through(node, node.value, names):
                     self._flow(node.value, names)
+                    self._may_be_none(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
                 if is_mask(node.value):
@@ -298,8 +314,10 @@ class _FlowReader:
         elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
             if node.value is not None and isinstance(scope, _FUNCTIONS):
                 self._flow(node.value, ((0, f"{scope.name}()"),))
+                self._may_be_none(node.value, ((0, f"{scope.name}()"),))
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
-            self._flow(node.iter, tuple(map(self._key, targets(node.target))))
+            given = tuple(map(self._key, targets(node.target)))
+            self._flow(node.iter, (*given, *map(_nothing, given)))
             self._test(node.iter, "each")
             for call in calls(node.iter):
                 if called(call) == "range":
@@ -345,29 +363,38 @@ class _FlowReader:
     ) -> None:
         inner = [one for branch in branches for part in branch for one in ast.walk(part)]
         ends = isinstance(node, ast.While) or (loop is not None and any(isinstance(one, LEAVES) for one in inner))
-        skips = leaves_work(node, inner, scope.body if loop is None else loop.body, loop is not None)
+        behind = left_out(node, inner, scope.body if loop is None else loop.body, loop is not None)
+        found = [self._wording.works(one) for one in (behind, *branches)]
+        skips, works = found[0] is None, None in found
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
             self._test(test, f"wait {around.lineno}")
         if checks(test):
-            if skips or any(isinstance(one, ast.Break) for one in inner) or any(map(works, branches)):
+            if works or any(isinstance(one, ast.Break) for one in inner):
                 self._test(test, "check")
             return
         if ends:
             self._test(test, "loop")
         if isinstance(node, (ast.If, ast.Match)):
             self._test(test, "if")
-        if skips or (not isinstance(node, ast.While) and any(map(works, branches))):
-            self._test(test, "branch")
+        unless = frozenset().union(*(one for one in found if one is not None))
+        if skips or (not isinstance(node, ast.While) and (works or unless)):
+            self._test(test, "branch", unless=frozenset() if works else unless)
         for one in inner:
             if isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
-                self._flow(test, tuple(self._targets(one)), "count" if counts else "way")
+                given = tuple(self._targets(one))
+                self._flow(test, (*given, *map(_nothing, given)), "count" if counts else "way")
                 if counts and isinstance(one.value, ast.BinOp):
                     # (Of numbers, or of tensors.)
                     self._flow(test, tuple(self._targets(one)), "way")
-            elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS) and isinstance(one.value, ast.Constant):
-                self._flow(test, ((0, f"{scope.name}()"),), "way")
+            elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS):
+                result = (0, f"{scope.name}()")
+                self._flow(
+                    test,
+                    (result, _nothing(result)) if isinstance(one.value, ast.Constant) else (_nothing(result),),
+                    "way",
+                )
             elif (
                 isinstance(one, ast.Call)
                 and isinstance(one.func, ast.Attribute)
@@ -379,9 +406,11 @@ class _FlowReader:
         name, known_as = called(call), self._name_called(call)
         for position, argument in enumerate(call.args):
             self._flow(argument, ((0, f"{known_as}({position}"),), "argument")
+            self._may_be_none(argument, ((0, f"{known_as}({position}"),))
         for one in call.keywords:
             if one.arg:
                 self._flow(one.value, ((0, f"{known_as}({one.arg}"),), "argument")
+                self._may_be_none(one.value, ((0, f"{known_as}({one.arg}"),))
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
                 names = (*inside(call.func.value), *anywhere_in(call.func.value))
@@ -446,9 +475,39 @@ class _FlowReader:
             if kind in ("value", "argument"):
                 self._flows += [Flow(self._uses(one), sets, "whole") for one in whole_numbers(source)]
 
-    def _test(self, source: ast.expr, decides: str, but: ast.expr | None = None) -> None:
+    def _may_be_none(self, value: ast.expr, names: Sequence[Key]) -> None:
+        """By what these names are None, or not."""
+        own, others = self._asked_of_none(value)
+        for source in (Uses(0, -1, own, False), *others):
+            if source.keys or source.reads:
+                self._flows.append(Flow(source, tuple(map(_nothing, names)), "value"))
+
+    def _asked_of_none(self, value: ast.expr) -> tuple[frozenset[Key], Sequence[Uses]]:
+        """By what an expression is None: names and results that may be, and values that may make it so."""
+        if isinstance(value, ast.IfExp):
+            ways = [self._asked_of_none(one) for one in (value.body, value.orelse)]
+            return ways[0][0] | ways[1][0], [self._uses(value.test), *ways[0][1], *ways[1][1]]
+        if isinstance(value, ast.Call):
+            name = called(value)
+            if name in _NEVER_NONE or name[:1].isupper():
+                return frozenset(), ()
+            known = name in self._defined
+            return frozenset(((0, f"{self._name_called(value)}()!"),)), () if known else [
+                self._uses(one) for one in (*arguments(value), *_receiver(value))
+            ]
+        if found := dotted(value):
+            parts = found.split(".")
+            before = frozenset(self._key(".".join(parts[:number])) for number in range(1, len(parts)))
+            return before | {_nothing(self._key(found))}, ()
+        if isinstance(value, _OBJECTS):
+            return frozenset(), ()
+        return frozenset(), [self._uses(value)]
+
+    def _test(
+        self, source: ast.expr, decides: str, but: ast.expr | None = None, unless: frozenset[Own] = frozenset()
+    ) -> None:
         but_keys = frozenset() if but is None else self._uses(but).keys
-        self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys))
+        self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys, unless))
 
     # ---- expressions
 
@@ -473,6 +532,16 @@ class _FlowReader:
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
                 yield 0, f"{function}()"
+        elif (
+            isinstance(node, ast.Compare)
+            and isinstance(node.ops[0], (ast.Is, ast.IsNot))
+            and isinstance(node.comparators[0], ast.Constant)
+            and node.comparators[0].value is None
+        ):
+            own, others = self._asked_of_none(node.left)
+            yield from own
+            for one in others:
+                yield from one.keys
         elif isinstance(node, ast.Subscript) and (entry := entry_of(node)) is not None:
             yield from (self._key(f"{entry[0]}{where}") for where in ("", f"[={entry[1]}]", "[*]"))
             parts = entry[0].split(".")
@@ -503,6 +572,14 @@ class _FlowReader:
 
 def _mask(key: Key) -> Key:
     return key[0], f"{key[1]}?"
+
+
+def _nothing(key: Key) -> Key:
+    return key[0], f"{key[1]}!"
+
+
+def _receiver(call: ast.Call) -> Sequence[ast.expr]:
+    return [call.func.value] if isinstance(call.func, ast.Attribute) else ()
 
 
 def _asked(key: Key, asked: str) -> Iterator[Key]:

@@ -2,7 +2,8 @@
 
 ``self.control = handler.on_log(self.control, logs)`` hands `control` to everybody who listens, and gets it back. The logs are in
 it then only where somebody who defines ``on_log`` puts them there, or keeps them for another of its methods that does. So all
-classes that are alive and define it are asked, by the source of all their methods.
+classes that are alive and define it are asked, by the source of all their methods. Whether a method is another in a subclass is
+asked of the same classes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,26 @@ def give_back_unchanged(name: str, position: int) -> bool:
     return bool(owners) and all(_Listener(one, name).leaves(position) for one in owners)
 
 
+@lru_cache(maxsize=64)
+def is_nowhere_another(name: str, lines: frozenset[int]) -> bool:
+    """Whether a method that a file defines at these lines is the same in all subclasses that are alive. False where no class has
+    it."""
+    owners = {one for one in _subclasses(object) if _is_written_at(vars(one).get(name), lines)}
+    return bool(owners) and not any(
+        name in vars(one) and not owners.isdisjoint(one.__mro__) for one in _subclasses(object) if one not in owners
+    )
+
+
+def _is_written_at(method: object, lines: frozenset[int]) -> bool:
+    function = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
+    return isinstance(function, FunctionType) and function.__code__.co_firstlineno in lines
+
+
 def forget() -> bool:
     """Whether there was anything to forget."""
-    known = give_back_unchanged.cache_info().currsize > 0
+    known = give_back_unchanged.cache_info().currsize + is_nowhere_another.cache_info().currsize > 0
     give_back_unchanged.cache_clear()
+    is_nowhere_another.cache_clear()
     return known
 
 
