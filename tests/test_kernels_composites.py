@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -340,3 +341,31 @@ def test_a_mean_with_smoothed_labels_is_divided_by_the_weights_of_those_that_cou
     assert found == [*loss, 6, 6, *counted, 4 * 4, *[one] * 6]
     # Without weights it is a mean.
     assert len(made(lambda: F.cross_entropy(x, labels, ignore_index=0, label_smoothing=0.1))) < len(found)
+
+
+def test_a_batch_norm_by_its_kernels_name_is_not_cudnns() -> None:
+    """It keeps a mean and a deviation in evaluation, and makes no gradient that nobody wants."""
+    x = torch.zeros(4, 16, 8, 8, device="cuda", requires_grad=True)
+    ones, mean, size = torch.ones(16, device="cuda"), torch.zeros(16, device="cuda"), 4 * 16 * 8 * 8 * 4
+
+    def norm(training: bool) -> torch.Tensor:
+        return torch.native_batch_norm(x, ones, mean, mean, ones, training, 0.1, 1e-5)[0]
+
+    def whole() -> torch.Tensor:
+        return F.batch_norm(x, mean, ones, ones, mean, True)
+
+    assert made(lambda: norm(training=False)) == [size, 64, 64]
+    gradient = torch.zeros_like(x)
+    # (The same call by both ways, so that neither is taken for the other.)
+    for out, kept in ((whole(), [size, 64, 64]), (norm(training=True), [size]), (whole(), [size, 64, 64])):
+        assert made(partial(torch.autograd.grad, out, x, gradient)) == kept
+
+
+def test_the_gradient_of_a_batch_norm_that_updates_has_the_own_kernels_sums() -> None:
+    x = torch.zeros(4, 3, device="cuda", requires_grad=True)
+    weight, bias = (torch.ones(3, device="cuda", requires_grad=True) for _ in range(2))
+    mean, variance = torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+    out = torch.ops.aten._batch_norm_with_update(x, weight, bias, mean, variance, 0.1, 1e-5)[0]
+    ones = torch.ones_like(out)
+    # Both sums, the gradients of weight and bias, the input's.
+    assert made(lambda: torch.autograd.grad(out, [x, weight, bias], ones)) == [12, 12, 12, 12, 4 * 3 * 4]

@@ -343,3 +343,30 @@ def test_gradients_of_reflections_are_the_host_s() -> None:
         for mine, its in zip(found, expected, strict=True):
             torch.testing.assert_close(mine, its)
     assert found[0].grad_fn is not None
+
+
+@pytest.mark.parametrize("hermitian", [False, True])
+def test_a_rank_is_written_into_the_result_that_was_made_first(hermitian: bool) -> None:
+    batch = matrix(3, 5, 5)
+    asked = made(lambda: linalg.matrix_rank(batch, hermitian=hermitian))
+    # Three ranks and both tolerances; at the end what is large, a truth value for each number, and these as numbers to add up.
+    assert asked[:3] == [24, 8, 8]
+    assert asked[-2:] == [15, 120]
+    assert asked.count(24) - asked[3:].count(24) == 1
+    out = torch.zeros(3, dtype=torch.int64, device="cuda")
+    place = out.data_ptr()
+    assert made(lambda: linalg.matrix_rank(batch, hermitian=hermitian, out=out)) == asked[1:]
+    assert out.data_ptr() == place
+    with torch.inference_mode():
+        assert made(lambda: linalg.matrix_rank(batch, hermitian=hermitian)) == asked
+
+
+def test_tolerances_of_a_rank_are_numbers_on_the_device() -> None:
+    one, number = matrix(5, 5), torch.ones((), device="cuda", dtype=torch.float64)
+    assert made(lambda: linalg.matrix_rank(one, 0.1))[:3] == [8, 8, 8]
+    # The usual one and a zero, whether one was given, and which it is then.
+    assert made(lambda: linalg.matrix_rank(one, atol=number))[:5] == [8, 8, 8, 1, 8]
+    assert made(lambda: linalg.matrix_rank(one, atol=number, rtol=number))[:2] == [8, 20]
+    assert linalg.matrix_rank(torch.zeros(0, 4, 0, device="cuda")).shape == (0,)
+    with pytest.raises(RuntimeError, match="at least 2 dimensions"):
+        linalg.matrix_rank(torch.zeros(3, device="cuda"))

@@ -268,6 +268,24 @@ def test_what_stands_for_another_version_is_what_this_one_does(
     assert found() == by_torch
 
 
+@pytest.mark.parametrize(("version", "places"), [("2.9", 99), ("2.11", 99), ("2.13", 90)])
+def test_the_gradient_of_a_trace_goes_on_below_the_diagonal_in_older_versions(version: str, places: int) -> None:
+    gpu.turn_on(f"H100,torch={version}")
+    try:
+        x = torch.zeros(100, 90, device="cuda", requires_grad=True)
+        assert gradients(x.trace(), x) == [100 * 90 * 4, places * 8]
+        wide = torch.zeros(10, 12, device="cuda", requires_grad=True)
+        assert gradients(wide.trace(), wide) == [10 * 12 * 4, 10 * 8]
+    finally:
+        gpu.turn_off()
+
+
+def test_the_gradient_of_a_trace_is_right(computing: Any) -> None:
+    x = source().cuda().requires_grad_()
+    (found,) = torch.autograd.grad(x.trace(), x)
+    assert found.cpu().equal(torch.eye(4, 6))
+
+
 @pytest.mark.parametrize(
     "formula",
     [lambda x: x.prod(1), lambda x: x.masked_fill(x > 3, 1.0), lambda x: x.renorm(2, 0, 1.0), lambda x: x.mean(1)],

@@ -58,6 +58,28 @@ def test_partial_results_are_as_wide_as_the_kernels(on: Callable[[str], Any]) ->
     assert {semaphores for _, semaphores in buffers.values()} == {4}
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.half, torch.float32, torch.int64, torch.complex64, torch.complex128]
+)
+def test_what_asks_whether_all_or_any_are_true_shares_the_numbers_as_they_come(
+    on: Callable[[str], Any], dtype: torch.dtype
+) -> None:
+    """As an H100 was asked for with 2.11, and the CUDA build of 2.9.1 asks."""
+    on("H100,torch=2.11")
+    x = torch.zeros(2000, 2000, device="cuda", dtype=dtype)
+    shared = made(x.all)[1]
+    assert shared == 489 * dtype.itemsize if dtype in (torch.half, torch.complex64) else shared % dtype.itemsize == 0
+    assert made(x.any)[1] == made(lambda: x.any((0, 1)))[1] == made(lambda: x.all((0, 1)))[1] == shared
+
+
+def test_the_norms_of_complex_numbers_are_shared_as_real_ones(on: Callable[[str], Any]) -> None:
+    on("H100,torch=2.11")
+    x = torch.zeros(512, 512, device="cuda", dtype=torch.complex64)
+    assert made(lambda: torch.linalg.matrix_norm(x)) == [4, 128, 4]
+    # (With another type they are copied first.)
+    assert made(lambda: torch.linalg.vector_norm(x, dtype=torch.complex128))[1:] == [512 * 512 * 16, 512, 4]
+
+
 def test_what_is_summed_in_another_type_is_copied_first(on: Callable[[str], Any]) -> None:
     on("A100-40GB")
     mask = torch.ones(1 << 20, dtype=torch.bool, device="cuda")

@@ -25,8 +25,9 @@ from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import has_others, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
+from gpumem_magic.virtual.operators import matrix_ranks
 from gpumem_magic.virtual.operators.copies import laid_out
-from gpumem_magic.virtual.operators.norms import by_cudnn
+from gpumem_magic.virtual.operators.norms import by_cudnn, whole_batch_norm
 
 
 def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -166,7 +167,8 @@ def batch_norm(
     if enabled and by_cudnn(input, weight, bias, mean, training) and not input.is_contiguous(memory_format=last):
         input = input.contiguous()
     kernel = _aten.native_batch_norm.default
-    out, used_mean, used_deviation = kernel(input, weight, bias, mean, variance, training, momentum, eps)
+    with whole_batch_norm.raised():
+        out, used_mean, used_deviation = kernel(input, weight, bias, mean, variance, training, momentum, eps)
     # (A tuple of C++ lets go of its first first.)
     del used_mean
     del used_deviation
@@ -447,6 +449,7 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.softmax.int: softmax,
     _aten.log_softmax.int: log_softmax,
     _aten.one_hot.default: one_hot,
+    **matrix_ranks.WAYS,
 }
 # Kernels of CUDA's own, which below autograd are the operator itself.
 _KERNELS: dict[Any, Callable[..., Any]] = {

@@ -11,6 +11,7 @@ is a fit to them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import cache
 from itertools import pairwise
 from math import ceil, prod
@@ -174,27 +175,35 @@ def _check_half(dtype: torch.dtype, lengths: Sequence[int]) -> None:
 _HALF = (torch.float16, torch.complex32)
 
 
+class _Offered(Enum):
+    """How cuFFT is given what it transforms: copied first, or as it is, in one piece or with numbers that lie apart."""
+
+    FROM_A_COPY = auto()
+    AS_IT_LIES = auto()
+    APART = auto()
+
+
 class _Lying:
     """How a tensor lies that is transformed step by step."""
 
     def __init__(self, shape: Sequence[int], stride: Sequence[int], is_half: bool) -> None:
         self.shape, self.stride = list(shape), list(stride)
         self._is_half = is_half
-        # Whether cuFFT was given numbers that lie apart, in the last transform that was asked about.
-        self.is_apart = False
 
-    def is_copied(self, dims: Sequence[int], last: int | None = None) -> bool:
-        """Transforms along up to three dimensions, the last of which becomes `last` long: whether cuFFT needs a copy first."""
+    def offered(self, dims: Sequence[int], last: int | None = None) -> _Offered:
+        """To transforms along up to three dimensions, the last of which becomes `last` long. Their result lies plainly."""
         batch = sorted((dim for dim in range(len(self.shape)) if dim not in dims), key=lambda dim: -self.stride[dim])
-        needed = not self._fits(dims, [dim for dim in batch if self.shape[dim] != 1])
-        self.is_apart = not needed and self.stride[dims[-1]] != 1
+        fits = self._fits(dims, [dim for dim in batch if self.shape[dim] != 1])
+        lies_apart = self.stride[dims[-1]] != 1
         if last is not None:
             self.shape[dims[-1]] = last
         distance = 1
         for dim in reversed([*batch, *dims]):
             self.stride[dim] = distance
             distance *= self.shape[dim]
-        return needed
+        if not fits:
+            return _Offered.FROM_A_COPY
+        return _Offered.APART if lies_apart else _Offered.AS_IT_LIES
 
     def _fits(self, dims: Sequence[int], batch: Sequence[int]) -> bool:
         if any(self.stride[outer] != self.shape[inner] * self.stride[inner] for outer, inner in pairwise(batch)):
@@ -217,8 +226,9 @@ class _Lying:
             along = left[-_MOST_AT_ONCE:]
             lengths = [self.shape[dim] for dim in along]
             numbers = prod(self.shape)
-            copied = size if self.is_copied(along) else 0
-            room = _room_apart if self.is_apart else _room
+            offered = self.offered(along)
+            room = _room_apart if offered is _Offered.APART else _room
+            copied = size if offered is _Offered.FROM_A_COPY else 0
             found.append((copied, room(lengths, numbers, size // max(1, numbers), False)))
             del left[-_MOST_AT_ONCE:]
         return found
@@ -283,9 +293,9 @@ def _from_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     _check_half(source.dtype, [source.shape[dim] for dim in dims])
     along = dims if at_once else dims[-1:]
     lengths, complex_size = [source.shape[dim] for dim in along], 2 * source.element_size()
-    first = lying.is_copied(along, half if onesided or not at_once else whole)
+    offered = lying.offered(along, half if onesided or not at_once else whole)
     # Half precision is also copied where the result is of both sides, and so has room behind each half (an H100 with 2.11).
-    first = first or (source.dtype in _HALF and at_once and not onesided and half < whole)
+    first = offered is _Offered.FROM_A_COPY or (source.dtype in _HALF and at_once and not onesided and half < whole)
     room = _room(lengths, source.numel(), complex_size, is_real=True)
     steps = [(bytes_of(source) if first else 0, room)]
     numbers = source.numel() // max(1, whole)
@@ -332,7 +342,8 @@ def _to_real(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
             for step in steps:
                 with engine.scratch(device, *step):
                     pass
-        copied = size if lying.is_copied(along) else 0
-        room = _room_apart if lying.is_apart else _room
+        offered = lying.offered(along)
+        copied = size if offered is _Offered.FROM_A_COPY else 0
+        room = _room_apart if offered is _Offered.APART else _room
         with engine.scratch(device, copied, room(lengths, out.numel(), source.element_size(), True)):
             return out

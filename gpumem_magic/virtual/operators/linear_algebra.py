@@ -260,6 +260,8 @@ def _determinant(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, de
             if func is _aten._linalg_det.default:
                 product = diagonal.prod(-1)
                 exchanged = _exchanged(pivots)
+                # (And lets go of the last first, all of it before the codes.)
+                del exchanged, product
             else:
                 exchanged = _exchanged(pivots)
                 signs = diagonal.sgn()

@@ -14,7 +14,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
-from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
 from gpumem_magic.virtual.engine.strides import like_channels_last
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.copies import laid_out
@@ -33,8 +33,10 @@ _COLUMNS_OF_A_BLOCK, _ROWS_OF_A_BLOCK, _MOST_BLOCKS = 32, 32, 32 * 1024
 _MOST_SAMPLES = {True: 880801, False: 65535}
 
 
-# The name under which the mean that a batch norm keeps for its gradient says that it had no bias.
-_NO_BIAS = "_gpumem_no_bias"
+# Whether a batch norm is under way that may go to cuDNN; the kernel that a program calls itself is PyTorch's own.
+whole_batch_norm = ThreadFlag()
+# The name under which the mean that a batch norm keeps for its gradient says that it was not cuDNN's.
+_NOT_CUDNNS = "_gpumem_not_cudnns"
 
 
 def by_cudnn(input: Any, weight: Any, bias: Any, mean: Any, training: bool) -> bool:
@@ -53,20 +55,24 @@ def by_cudnn(input: Any, weight: Any, bias: Any, mean: Any, training: bool) -> b
 def _gradient_by_cudnn(args: Any) -> bool:
     """Whether the forward went to cuDNN. The gradient isn't given a bias, only asked for its gradient."""
     input, weight, mean, kept, training = args[1], args[2], args[3], args[5], args[7]
-    return not hasattr(kept, _NO_BIAS) and by_cudnn(input, weight, weight, mean, training)
+    return not hasattr(kept, _NOT_CUDNNS) and by_cudnn(input, weight, weight, mean, training)
 
 
 def _makes_statistics(engine: Engine, args: Any, kwargs: Any) -> bool:
-    """Whether it trains, with weights of a type that no way refuses, and with both or none."""
+    """Whether a whole batch norm trains, with weights of a type that no way refuses, and with both or none."""
     weight, bias = args[1:3]
-    return bool(args[5]) and (weight is None or (bias is not None and weight.dtype == args[0].dtype))
+    return (
+        whole_batch_norm.is_up
+        and bool(args[5])
+        and (weight is None or (bias is not None and weight.dtype == args[0].dtype))
+    )
 
 
-@special(_aten.native_batch_norm.default, plain=_makes_statistics, by_looks=True)
+@special(_aten.native_batch_norm.default, plain=_makes_statistics)
 def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """In evaluation cuDNN returns a mean and a deviation of no elements (``cudnn/BatchNorm.cpp``). Recorded with 2.5."""
     input, weight, bias, mean, _, training = args[:6]
-    cudnn = by_cudnn(input, weight, bias, mean, training)
+    cudnn = whole_batch_norm.is_up and by_cudnn(input, weight, bias, mean, training)
     expected = torch.float32 if input.dtype == torch.float16 else input.dtype
     if cudnn and weight.device == input.device and weight.dtype != expected:
         names = scalar_name(input.dtype), scalar_name(weight.dtype)
@@ -77,8 +83,8 @@ def _batch_forward(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         )
     if training or not cudnn:
         out, kept, deviation = engine.run(func, args, kwargs, device)
-        if weight is not None and bias is None:
-            setattr(kept, _NO_BIAS, True)
+        if not cudnn:
+            setattr(kept, _NOT_CUDNNS, True)
         return out, kept, deviation
     refuse_mixed_devices(func, args, kwargs)
     out = torch.empty_like(input)
@@ -155,11 +161,19 @@ def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: A
     input, weight, bias, mean, _, training = args[:6]
     if not training:
         return []
-    if by_cudnn(input, weight, bias, mean, training):
+    if whole_batch_norm.is_up and by_cudnn(input, weight, bias, mean, training):
         return _room_of_cudnn(engine, input, device, is_gradient=False)
     if input.dim() == 5 and _is_last_alone(input):
         return _statistics_of_a_volume(engine, input, device)
     return _shared_by_blocks(input, 4) if _channels_lie_last(input) else []
+
+
+@special(_aten.batch_norm_backward.default)
+def _batch_backward_of_an_update(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """That of `_batch_norm_with_update`, which chooses again who does it (`_new_batch_norm_backward_cuda` in
+    ``Normalization.cu``, since 2.4). What cuDNN kept comes last."""
+    native = _aten.native_batch_norm_backward.default
+    return _batch_own_backward(engine, native, args[: len(native._schema.arguments)], kwargs, device)
 
 
 def _statistics_of_a_volume(engine: Engine, input: Any, device: int) -> list[int]:

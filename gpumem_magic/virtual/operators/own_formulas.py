@@ -55,6 +55,7 @@ def _with_node(
                 out = operator(*args, **kwargs)
             ctx.save_for_backward(*(args[place] for place in keeps), *([out] if with_result else []))
             ctx.args = [None if isinstance(one, torch.Tensor) else one for one in args]
+            ctx.shape = args[0].shape
             return out
 
         @staticmethod
@@ -278,6 +279,23 @@ def _reflections_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     return reflections.gradients(gradient, result, vectors, factors)
 
 
+# ---- trace
+
+# Since when no more than the diagonal is written to (2.13; 2.9.1 and 2.11, on an H100, also write below it where there are more
+# rows than columns; of 2.12 it is not known).
+_DIAGONAL_ALONE_FROM = (2, 12)
+
+
+def _trace_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    """Every place of the diagonal, and those that are as far from each other behind it (`trace_backward_symint`)."""
+    rows, columns = ctx.shape
+    found = gradient.new_zeros(rows * columns)
+    places = torch.arange(0, rows * columns, columns + 1, device=gradient.device)
+    filled = found.index_fill(0, places, gradient)
+    del places
+    return (filled.view(rows, columns),)
+
+
 # ---- maximum and minimum
 
 # Since when what has no share is cleared in a copy, by a mask that is found first (derivatives.yaml; 2.13.0 clears it in place).
@@ -331,6 +349,7 @@ _NODES = {
             True,
             _reflections_backward,
         ),
+        (_aten.trace.default, "TraceBackward0", (), False, _trace_backward, _DIAGONAL_ALONE_FROM),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
         (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
     )

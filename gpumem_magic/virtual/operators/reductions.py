@@ -43,7 +43,8 @@ class _ReductionKernel(NamedTuple):
     """accumulator: bytes of a partial result; None: an element's (float32 for half precision), 0: an element's in any case.
     at_once: how many elements a thread loads at once. in_results_type: whether an input of another type is converted first.
     results: how many partial results there are of each. is_number: whether one can be kept where the result will be.
-    keeps_half: whether that may be in half precision, as kernels do that are compiled by need (`jitted_gpu_reduce_kernel`)."""
+    keeps_half: whether that may be in half precision, as kernels do that are compiled by need (`jitted_gpu_reduce_kernel`).
+    is_real: whether those of complex numbers are real (`NormTwoOps` and the others in ``ReduceNormKernel.cu``)."""
 
     accumulator: int | None = None
     at_once: int = _VECTOR
@@ -51,6 +52,7 @@ class _ReductionKernel(NamedTuple):
     results: int = 1
     is_number: bool = True
     keeps_half: bool = False
+    is_real: bool = False
 
 
 def split(
@@ -170,7 +172,8 @@ _PRODUCT = _ReductionKernel(in_results_type=True, keeps_half=True)
 _INDEXED = _ReductionKernel(accumulator=16, is_number=False)
 _WELFORD = _ReductionKernel(accumulator=16, at_once=2, is_number=False)
 _ITEM = _ReductionKernel(accumulator=0)
-_TRUTH = _ReductionKernel(accumulator=1)
+# (Blocks share numbers as they come, and not whether each is true: `and_kernel_cuda` in ``ReduceLogicKernel.cu``.)
+_TRUTH = _ReductionKernel(accumulator=0)
 _COUNTS = set(overloads("count_nonzero count_nonzero.dim_IntList"))
 
 KERNELS: dict[Any, _ReductionKernel] = {
@@ -184,7 +187,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.mean.dim: _SUM,
     _aten.prod.default: _PRODUCT,
     _aten.prod.dim_int: _PRODUCT,
-    _aten.linalg_vector_norm.default: _ReductionKernel(),
+    _aten.linalg_vector_norm.default: _ReductionKernel(is_real=True),
     _aten.amax.default: _ITEM,
     _aten.amin.default: _ITEM,
     _aten.max.default: _ITEM,
@@ -192,8 +195,10 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.aminmax.default: _ReductionKernel(accumulator=0, results=2, is_number=False),
     _aten.any.default: _TRUTH,
     _aten.any.dim: _TRUTH,
+    _aten.any.dims: _TRUTH,
     _aten.all.default: _TRUTH,
     _aten.all.dim: _TRUTH,
+    _aten.all.dims: _TRUTH,
     _aten._is_any_true.default: _TRUTH,
     _aten._is_all_true.default: _TRUTH,
     _aten.max.dim: _INDEXED,
@@ -240,6 +245,8 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         item, half = (given or first.dtype).itemsize, False
         copied = source.numel() * item
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
+    if kernel.is_real and (given or source.dtype).is_complex:
+        accumulator //= 2
     accumulator *= kernel.results
     if kernel is _WELFORD and source.dtype == torch.float64:
         accumulator *= 2
