@@ -430,6 +430,23 @@ def test_a_script_is_told_of_the_commands_flags(script: Write, capsys: pytest.Ca
     )
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="forks its workers")
+def test_a_limit_on_iterations_ends_no_worker_that_prepares_data_with_modules(script: Write) -> None:
+    """As torchvision's transforms are: the workers of the second loop are forked when the limit is reached."""
+    path = script("import trainer\ntrainer.fit()\n")
+    path.with_name("trainer.py").write_text(
+        "import torch\nfrom torch.utils.data import DataLoader\n"
+        "class Pictures(torch.utils.data.Dataset):\n    resize = torch.nn.Upsample(4)\n    def __len__(self): return 2\n"
+        "    def __getitem__(self, place): return self.resize(torch.ones(1, 1, 2, 2)).flatten()\n"
+        "def fit():\n    m = torch.nn.Linear(16, 9).cuda()\n    o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "    for _ in range(2):\n        for x in DataLoader(Pictures(), num_workers=1, multiprocessing_context='fork'):\n"
+        "            m(x.cuda()).sum().backward()\n            o.step()\n"
+    )
+    ran = run_on_t4(path, "--max-iterations", "2")
+    assert ran.returncode == 0, ran.stderr
+    assert "Stopped as asked, after 2 training iterations." in ran.stderr
+
+
 def test_ranks_that_a_script_starts_have_the_device_and_are_one_report(
     script: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ outermost module.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -40,7 +41,7 @@ class IterationLimit:
         self._first: weakref.ref[Any] | None = None
         self._step_statement: int | None = None
         self._statement: int | None = None
-        self._thread = threading.get_ident()
+        self._thread = os.getpid(), threading.get_ident()
         # Of each loop, the steps and the position at its start.
         self._at_start: dict[int, int] = {}
         self._position_at_start: dict[int, int] = {}
@@ -88,6 +89,10 @@ class IterationLimit:
     def _enough(self) -> bool:
         return self._at_most(self.steps) or self._repeating()
 
+    def _in_its_thread(self) -> bool:
+        """Not in another, nor in a forked process (a DataLoader's worker), which has the hooks and the thread's number, too."""
+        return (os.getpid(), threading.get_ident()) == self._thread
+
     def _at_most(self, count: int) -> bool:
         """Whether so many iterations are as many as are wanted."""
         return self._most is not None and count >= self._most
@@ -107,12 +112,6 @@ class IterationLimit:
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:
         """At the head of an iteration inside a call: the last steps were made by this very statement, and are enough."""
         inside = self._statement is not None and self._step_statement == self._statement
-        if (
-            inside
-            and self.steps
-            and threading.get_ident() == self._thread
-            and self._enough()
-            and attribute(module, "training")
-        ):
+        if inside and self.steps and self._in_its_thread() and self._enough() and attribute(module, "training"):
             self.stopped = True
             raise StopRun

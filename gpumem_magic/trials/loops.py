@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -121,14 +120,14 @@ class TrialLimit(IterationLimit):
 
     def began(self, key: Key) -> None:
         """A loop is about to begin."""
-        if threading.get_ident() == self._thread:
+        if self._in_its_thread():
             self._loops.pop(key, None)
             self._loops[key] = _Loop(self.steps)
 
     def ends(self, key: Key) -> bool:
         """Whether a loop, at the head of an iteration, is to end."""
         loop = self._loops.get(key)
-        if loop is None or threading.get_ident() != self._thread:
+        if loop is None or not self._in_its_thread():
             return False
         self._heads += 1
         if self.steps == loop.steps:
