@@ -417,6 +417,11 @@ EPOCHS = (
     "    val = evaluate(model, {count})"
 )
 NODE = "class Node:\n    def __init__(self, x):\n        self.x = x\n        self.me = self"
+PROGRAM = (
+    "import os\n\nwith open('program_of_a_cell.py', 'w') as file:\n    file.write(\"\"\"\nimport torch\n"
+    'def train():\n    return weights * 1\nweights = torch.randn(3, 1024, 1024, 64, device=\'cuda\')\n""")\n'
+    "runpy.run_path('program_of_a_cell.py')\nos.remove('program_of_a_cell.py')"
+)
 NODES = "for _ in range(3):\n    node = Node(torch.randn(1024, 1024, 64, device='cuda'))\ndel node"
 NOTES = (
     "from torch._dynamo.side_effects import SideEffects\n\n"
@@ -437,6 +442,15 @@ GUILTY += [
         "reference_cycle", (NOTES, NODES), "768 MiB is held only by reference cycles that `torch.compile` left behind"
     ),
     Case("reference_cycle", (NOTES, NODES), "`gc.collect()` once"),
+    # a program that a cell runs, which leaves its namespace behind
+    Case(
+        "reference_cycle", ("import runpy", PROGRAM), "768 MiB is held only by a namespace that nothing uses any more"
+    ),
+    Case(
+        "reference_cycle",
+        ("import runpy", PROGRAM),
+        "(train's globals -> train), as `runpy.run_path` and `exec` leave them",
+    ),
     # forum threads that end with "restart the kernel": what is full, and what could go
     Case("memory_ran_out", ("old = mib(3000)\nx = mib(9000)", "y = x + 1"), "`x` 9,000 MiB, `old` 3,000 MiB", "T4"),
     Case(

@@ -10,7 +10,7 @@ from gpumem_magic.causes.places import base
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
-from gpumem_magic.owners.ring import OF_CLOSURE
+from gpumem_magic.owners.ring import OF_CLOSURE, OF_NAMESPACE
 from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, OF_A_TRACE, Sighting
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -73,6 +73,16 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
         )
         return
     ways = [found["way"] for name in names if (found := _CYCLE.match(name))]
+    if ways and len(ways) == len(names) and all(OF_NAMESPACE in way for way in ways):
+        yield Cause(
+            "reference_cycle",
+            f"{human(size_of(everything))} is held only by a namespace that nothing uses any more, which its own functions "
+            f"refer to ({ways[0]}), as `runpy.run_path` and `exec` leave them. Python's garbage collector runs on its own "
+            "schedule, not when the device is full.",
+            "`%gpumem_free cycles` frees it, best right behind the program that was run.",
+            size_of(everything),
+        )
+        return
     cycles = len({one.roots[0] for one in everything})
     alike = f" ({cycles} alike)" if cycles > 1 and len(names) == len(ways) == 1 else ""
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else alike}" if ways else ""

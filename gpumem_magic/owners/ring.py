@@ -23,6 +23,8 @@ _MOST_STATIONS = 4
 _TABLES = {"._modules", "._parameters", "._buffers"}
 # What stands between a function and the variable outside it that it uses.
 OF_CLOSURE = "'s "
+# The namespace in which a function was defined.
+OF_NAMESPACE = "'s globals"
 
 
 def ring_words(things: Sequence[Any]) -> str:
@@ -88,7 +90,9 @@ def _station(thing: Any) -> str:
 
 
 def _closed_over(function: FunctionType, held: Any) -> str:
-    """How a function has one of its cells, past the tuple of them."""
+    """How a function has one of its cells, past the tuple of them, or its namespace."""
+    if held is function.__globals__:
+        return OF_NAMESPACE
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=False)
     return next((f"{OF_CLOSURE}{name}" for name, cell in cells if cell is held), "")
 
