@@ -624,3 +624,34 @@ def test_attention_over_edges_trains(h100: None) -> None:
     assert on_device.grad is not None
     assert on_host.grad is not None
     assert torch.allclose(on_device.grad.to_dense().cpu(), on_host.grad.to_dense())
+
+
+def test_a_batch_of_matrices_is_compressed_as_one(machine: gpu.VirtualMachine) -> None:
+    """As an H100 was asked with 2.11: whether all have as many elements, two searches in one mask, a list for each at the end."""
+    x = torch.zeros(4, 16, 16, device="cuda", dtype=torch.half)
+    # The first's elements and all's, each as numbers to add up; whether they are as many.
+    numbers = [8, 2048, 32, 8192, 4, 1]
+    asked = made(lambda: x.to_sparse_csr())
+    assert asked[:7] == [1024, *numbers]
+    assert asked[-2:] == [4 * 17 * 8, 4 * 16 * 8]
+    assert asked.count((4 * 16 + 1) * 8) == 1, "where the rows of all begin"
+    # By columns they are laid beside each other, with where something is; both are copied again to be read row by row.
+    by_columns = made(lambda: x.to_sparse_csc())
+    assert by_columns[:9] == [1024, *numbers, 2048, 1024]
+    # Of blocks each one's sum is taken first, of numbers that lie block by block.
+    of_blocks = made(lambda: x.to_sparse_bsr((2, 2)))
+    assert of_blocks[:12] == [1024, 2048, 1024, 2048, 8192, 256, 8, 512, 32, 2048, 4, 1]
+    assert of_blocks[-2:] == [4 * 9 * 8, 4 * 8 * 8]
+
+
+@pytest.mark.parametrize("make", ["to_sparse_csr", "to_sparse_csc", "to_sparse_bsr", "to_sparse_bsc"])
+def test_a_compressed_batch_looks_as_on_the_host(make: str) -> None:
+    host = torch.eye(8).repeat(2, 3, 1, 1)
+    block = [(4, 2)] if "bs" in make else []
+    there, here = (getattr(one, make)(*block) for one in (host, host.cuda()))
+    rows = make in ("to_sparse_csr", "to_sparse_bsr")
+    names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
+    assert here.shape == there.shape
+    for name in (*names, "values"):
+        assert getattr(here, name)().shape == getattr(there, name)().shape
+    assert getattr(torch.zeros(0, 4, 4, device="cuda"), make)(*block).shape == (0, 4, 4)

@@ -1,7 +1,7 @@
 """Changes of a sparse matrix's form on a virtual device: to and from compressed ones, and from rows to columns.
 
-After ``TensorConversions.cpp`` in ATen/native, as an H100 was asked with 2.11. What a batch of matrices takes meanwhile is not
-counted. What else is done with compressed ones is in `compressed`.
+After ``TensorConversions.cpp`` in ATen/native, as an H100 was asked with 2.11. What a batch of compressed matrices takes while
+its rows become columns is not counted. What else is done with compressed ones is in `compressed`.
 """
 
 from __future__ import annotations
@@ -47,52 +47,108 @@ def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     else:
         there = host.ne(0).reshape(-1, rows // by[0], by[0], columns // by[1], by[1]).any(-1).any(2)
         count = int(there.sum()) // max(1, math.prod(batches))
-    if batches:
+    if batches and not source.numel():
         return made(engine, source.shape, source.dtype, layout, count, device, block)
-    if block:
-        return _by_blocks(engine, source, layout, block, count, device)
     with engine.scratch(device, source.numel()):
-        return _by_places(engine, source, layout, count, device)
+        if block:
+            found = _by_blocks(engine, source, layout, block, count, device)
+        elif batches:
+            found = _by_batches(engine, [source], [], layout, count, device)
+        else:
+            found = _by_places(engine, [source], layout, count, device)
+    return sparse_of(found, source.shape, layout)
 
 
 def _by_blocks(engine: Engine, source: Any, layout: torch.layout, block: Any, count: int, device: int) -> Any:
     """Block by block there are a copy of the matrix, and of where something is, of which each block's sum is taken."""
-    shape = source.shape[0] // block[0], source.shape[1] // block[1]
+    *batches, rows, columns = source.shape
+    shape = *batches, rows // block[0], columns // block[1]
     blocks, numbers = math.prod(shape), source.numel()
-    with engine.scratch(device, numbers):
-        laid = [_placed(engine, (*shape, *block), source.dtype, device)]
-        with engine.scratch(device, numbers, blocks * _INDEX, first_out=True):
-            with engine.scratch(device, numbers * _INDEX):
-                pass
-            mask = _placed(engine, shape, torch.bool, device)
-        found = _by_places(engine, source, layout, count, device, laid)
-        del mask
-        engine.table.drain()
+    laid = [_placed(engine, (*shape, *block), source.dtype, device)]
+    with engine.scratch(device, numbers, blocks * _INDEX, first_out=True):
+        with engine.scratch(device, numbers * _INDEX):
+            pass
+        mask = [_placed(engine, shape, torch.bool, device)]
+    if batches:
+        return _by_batches(engine, laid, mask, layout, count, device)
+    found = _by_places(engine, laid, layout, count, device)
+    mask.clear()
+    engine.table.drain()
     return found
 
 
-def _by_places(engine: Engine, source: Any, layout: torch.layout, count: int, device: int, blocks: Any = None) -> Any:
+def _by_batches(engine: Engine, numbers: Any, mask: Any, layout: torch.layout, count: int, device: int) -> Any:
+    """All matrices of a batch as one, below each other, or side by side where it is done by columns, once each was found to have
+    as many elements (`dense_to_sparse_compressed_prepare_check_mask_values_batched`). At the end each has its own list of where
+    its rows (columns) begin. numbers, mask: the matrices, and of blocks where something is, in lists that are given up."""
+    shape, by_rows = numbers[0].shape, layout in BY_ROWS
+    dims = len(shape) - (4 if mask else 2)
+    batches, (rows, columns) = shape[:dims], shape[dims : dims + 2]
+    many, each = math.prod(batches), rows * columns
+    joined = (many * rows, columns) if by_rows else (rows, many * columns)
+    with ExitStack() as held:
+        with engine.scratch(device, _INDEX):
+            with engine.scratch(device, each * _INDEX):
+                pass
+            with engine.scratch(device, many * _INDEX):
+                with engine.scratch(device, many * each * _INDEX):
+                    pass
+                with engine.scratch(device, many), engine.scratch(device, 1):
+                    pass
+            if not by_rows:
+                _beside_each_other(engine, numbers, dims, joined)
+                held.enter_context(engine.scratch(device, many * each))
+                mask.clear()
+                engine.table.drain()
+        with pushed(engine.mode):
+            numbers[0] = numbers[0].reshape(*joined, *shape[dims + 2 :])
+        compressed, plain, chosen = _by_places(engine, numbers, layout, many * count, device)
+        lines = joined[not by_rows] // many
+        of_each = _placed(engine, (*batches, lines + 1), torch.int64, device)
+        with engine.scratch(device, many * lines * _INDEX):
+            pass
+        del compressed
+        engine.table.drain()
+        mask.clear()
+        engine.table.drain()
+    with pushed(engine.mode):
+        plain, chosen = (part.reshape(*batches, count, *part.shape[1:]) for part in (plain, chosen))
+    return of_each, plain, chosen
+
+
+def _beside_each_other(engine: Engine, numbers: Any, dims: int, joined: tuple[int, int]) -> None:
+    """In a copy, where there are several."""
+    (source,) = numbers
+    numbers.clear()
+    with pushed(engine.mode):
+        others = range(dims + 1, source.dim())
+        numbers.append(source.permute(dims, *range(dims), *others).reshape(*joined, *source.shape[dims + 2 :]))
+    del source
+    engine.table.drain()
+
+
+def _by_places(engine: Engine, numbers: Any, layout: torch.layout, count: int, device: int) -> tuple[Any, Any, Any]:
     """`dense_to_sparse_compressed`: where something is, row by row or column by column, is looked for twice, the second time in
-    one line; the first list is kept for the columns (rows) in it. blocks: the matrix block by block, given up at the end."""
-    numbers = blocks[0] if blocks else source
-    block = tuple(numbers.shape[2:])
-    mask: Any = _blank(engine, tuple(numbers.shape[:2]), torch.bool, device)
+    one line; the first list is kept for the columns (rows) in it. numbers: the matrix, or its blocks, in a list that is given up
+    at the end."""
+    (source,) = numbers
+    block = tuple(source.shape[2:])
+    mask: Any = _blank(engine, tuple(source.shape[:2]), torch.bool, device)
     if layout not in BY_ROWS:
-        mask, numbers = mask.t(), numbers.transpose(0, 1)
+        mask, source = mask.t(), source.transpose(0, 1)
     plain = found_among(engine, device, mask, count).select(1, 1)
     compressed = _placed(engine, (mask.shape[0] + 1,), torch.int64, device)
     in_line = _blank(engine, (mask.numel(),), torch.bool, device)
     with engine.scratch(device, 0 if mask.is_contiguous() else mask.numel()):
         places = found_among(engine, device, in_line, count)
-    with engine.scratch(device, 0 if numbers.is_contiguous() else bytes_of(numbers)):
+    with engine.scratch(device, 0 if source.is_contiguous() else bytes_of(source)):
         chosen = _placed(engine, (count, *block), source.dtype, device)
-    del numbers
-    if blocks:
-        blocks.clear()
-        engine.table.drain()
+    del source
+    numbers.clear()
+    engine.table.drain()
     del places
     engine.table.drain()
-    return sparse_of((compressed, plain, chosen), source.shape, layout)
+    return compressed, plain, chosen
 
 
 @special(*_COMPRESSING, table=SPARSE)
