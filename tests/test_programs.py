@@ -78,6 +78,7 @@ def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None
     assert same("loss 1.0\nloss 0.5\n", "loss 1.0\nloss 0.5\nloss 0.25\n")
     assert not same("loss 1.0\n", "loss 1.1\n")
     assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")
+    assert same(f"run {'0a' * 16}:\nloss 1.0\n", f"run {'1b' * 16}:\nloss 1.0\n")
     assert same("", "loss 1.0\n") is None
 
 

@@ -36,6 +36,8 @@ _NUMBER = re.compile(r"[-+]?(\d[\d.,]*(e[-+]?\d+)?|\binf\b|\bnan\b) *", re.I)
 _SCRATCH = re.compile(r"\S*/tmp\w{8}\b/?")
 # Where an object lies, which is elsewhere in each run.
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
+# What a run is called that calls itself by what is drawn for it (`uuid.uuid1().hex`).
+_DRAWN_NAME = re.compile(r"(?<![0-9a-fA-F])[0-9a-f]{32}(?![0-9a-fA-F])")
 # What PyTorch says of a tensor that is on one.
 _ON_A_DEVICE = re.compile(r",\s*device='cuda:\d+'")
 # A printed tensor, whose lines end where its numbers are long.
@@ -275,7 +277,7 @@ def _steps(one: Run) -> list[tuple[tuple[int, int], int]]:
 def _comparable(text: str) -> list[str]:
     lines = [line for part in text.splitlines() for line in part.split("\r")]
     return [
-        _ADDRESS.sub("0x", _SCRATCH.sub("", _CLOCK.sub("", line))).rstrip()
+        _DRAWN_NAME.sub("", _ADDRESS.sub("0x", _SCRATCH.sub("", _CLOCK.sub("", line)))).rstrip()
         for line in lines
         if line.strip() and not _OF_THE_MOMENT.search(line)
     ]
