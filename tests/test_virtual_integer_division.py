@@ -65,3 +65,15 @@ def test_nothing_grows_in_place(card_with_values: str, dtype: torch.dtype, round
         small.div_(torch.ones(10, 5, dtype=dtype, device="cuda"), rounding_mode=rounding)
     assert small.shape == (10, 1, 5)
     small.add_(small[:, :, :1]), small.div_(small[0].clone(), rounding_mode=rounding), small.mul_(2)
+
+
+def test_comparisons_do_not_grow_in_place_either(card_with_values: str) -> None:
+    """Their rules are written in Python, and they are not tagged as what works element by element."""
+    small, large = torch.ones(3, device="cuda"), torch.ones(2, 3, device="cuda")
+    for compare in (small.eq_, small.lt_, small.copysign_, small.heaviside_):
+        with pytest.raises(RuntimeError, match=r"output with shape \[3\] doesn't match the broadcast shape \[2, 3\]"):
+            compare(large)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        small.masked_fill_(large > 0, 1)
+    assert small.shape == (3,)
+    assert large.eq_(small).shape == (2, 3)

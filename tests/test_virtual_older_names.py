@@ -117,11 +117,6 @@ def test_a_dlpack_capsule_has_the_tensors_memory(values: str) -> None:
     assert torch.from_dlpack(torch.ones(2).numpy(), device="cuda" if moves else "cpu").sum() == 2
 
 
-def test_the_device_is_set_below_torch_cuda() -> None:
-    torch._C._cuda_setDevice(0)
-    assert torch._C._cuda_getDevice() == 0
-
-
 def test_a_default_type_on_cuda_ends_with_the_device() -> None:
     torch.set_default_tensor_type(torch.cuda.FloatTensor)
     gpu.turn_off()

@@ -61,15 +61,18 @@ def test_initialisation_is_said_as_cuda_says_it() -> None:
 def test_what_waits_for_the_device_is_told_in_sync_debug_mode(values: str) -> None:
     gpu.turn_off()
     gpu.turn_on(f"T4,values={values}")
-    x, host = torch.ones(4, device="cuda"), torch.ones(4)
+    x, host, one = torch.ones(4, device="cuda"), torch.ones(4), torch.ones((), device="cuda")
     waiting: list[Callable[[], object]] = [
         lambda: x.sum().item(), lambda: bool(x[0] > 0), x.cpu, x.tolist, host.cuda, lambda: x.copy_(host),
-        lambda: host.copy_(x), x.nonzero, lambda: x[x > 0], lambda: torch.equal(x, x),
+        lambda: host.copy_(x), x.nonzero, lambda: x[x > 0], lambda: torch.equal(x, x), lambda: x[torch.tensor([1, 3])],
+        lambda: x.index_put_((torch.tensor([1, 3]),), one), lambda: x.index_put_((x > 0,), one),
+        lambda: x.repeat_interleave(x.long()),
     ]  # fmt: skip
     going_on: list[Callable[[], object]] = [
         lambda: x + 1, lambda: x.half(), lambda: host.cuda(non_blocking=True), lambda: x.to("cpu", non_blocking=True),
         lambda: x.copy_(host, non_blocking=True), lambda: torch.zeros(3, device="cuda"), lambda: x[:2].clone(),
-        torch.cuda.synchronize,
+        torch.cuda.synchronize, lambda: x.repeat_interleave(x.long(), output_size=4),
+        lambda: x[torch.zeros(3, dtype=torch.long, device="cuda")], lambda: x.__setitem__(x > 0, 1.0),
     ]  # fmt: skip
     for way in (*waiting, *going_on):
         way()  # (With values=real the second call takes a shorter way.)
@@ -296,6 +299,35 @@ def test_a_history_of_states_and_a_short_one() -> None:
     torch.cuda.memory._record_memory_history(False)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="expected state to be"):
         torch.cuda.memory._record_memory_history("everything")  # type: ignore[call-overload]
+    del kept
+
+
+@pytest.mark.parametrize("context", ["state", "alloc", "all"])
+def test_a_history_has_stacks_where_the_program_wants_them(context: str) -> None:
+    def taken() -> torch.Tensor:
+        return zeros(30)
+
+    def given_back(tensors: list[torch.Tensor]) -> None:
+        tensors.clear()
+
+    torch.cuda.memory._record_memory_history(context=context)
+    kept = taken()
+    given_back([taken()])
+    torch.cuda.empty_cache()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    traced, blocks = str(snapshot["device_traces"]), str(snapshot["segments"])
+    assert "taken" in blocks
+    assert ("taken" in traced) == (context != "state")
+    assert ("given_back" in traced) == (context == "all")
+    released = [event for event in snapshot["device_traces"][0] if event["action"] == "segment_free"]
+    assert [frame["name"] for event in released for frame in event.get("frames", ())[:1]] == {
+        "state": [],
+        "alloc": ["zeros"],
+        "all": ["test_a_history_has_stacks_where_the_program_wants_them"],
+    }[context]
+    with pytest.raises(RuntimeError, match="expected context to be"):
+        torch.cuda.memory._record_memory_history(context="some")
     del kept
 
 

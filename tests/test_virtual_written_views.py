@@ -12,6 +12,7 @@ from asked_for import made
 from torch.utils.checkpoint import checkpoint
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine import tensors
 from gpumem_magic.virtual.engine.views_anew import WRITTEN
 
 COUNT = 1 << 16
@@ -191,3 +192,21 @@ def test_a_refused_view_is_refused_in_the_same_words(device: str) -> None:
             one.exp()
         words.append(str(raised.value))
     assert words[0] == words[1]
+
+
+@pytest.mark.usefixtures("device")
+def test_nodes_are_not_asked_for_while_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++ takes a view's hooks away while it makes its node anew, and holds a lock on the node meanwhile: a function of C++ that
+    PyTorch does not announce (scripts, `UndefinedGrad`) waited there for good."""
+    weight = torch.ones(1, device="cuda", requires_grad=True)
+    x = torch.ones(5, device="cuda")
+    view, other = x.select(0, 1), x[2:]
+    x.add_(weight)
+    asked: list[Any] = []
+    with monkeypatch.context() as seen:
+        seen.setattr(tensors, "before_function", asked.append)
+        view._backward_hooks = None
+    assert asked == []
+    assert "Undefined" in str(torch._C._functions.UndefinedGrad()(view).grad_fn)  # type: ignore[attr-defined]
+    x.mul_(weight)
+    assert (view + other).grad_fn is not None

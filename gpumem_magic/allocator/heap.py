@@ -42,7 +42,8 @@ class Heap:
 
     sinks: lists to which every trace event is appended; add and remove your own. stacks: gives the frames for a memory
     history, or None; stack_context says where they go, as PyTorch's `context` does: "state" (blocks only), "alloc" (and
-    alloc events) or "all" (and free events). on_reserved: called with the reserved bytes after each change of them.
+    alloc events) or "all" (and free events). stacks_at_ends: by address, the frames with which the program let go of blocks that
+    are not freed yet, where somebody notes them. on_reserved: called with the reserved bytes after each change of them.
     settings_text: the text of the environment variable, if the settings came from one. allocated: bytes of blocks in use.
     """
 
@@ -57,6 +58,7 @@ class Heap:
         self.memory = memory
         self.stacks = stacks
         self.stack_context = "all"
+        self.stacks_at_ends: dict[int, tuple[Frame, ...]] = {}
         self.settings_text = ""
         self.sinks: list[EventSink] = []
         self.on_reserved: Callable[[int], None] | None = None
@@ -175,7 +177,7 @@ class Heap:
         if segment.size >= self._max_split:
             self._books.oversize_segments.decrease(1)
         if self.sinks:
-            self._emit("segment_free", segment.address, segment.size, segment, segment.frames)
+            self._emit("segment_free", segment.address, segment.size, segment, self._frames_of_release(segment))
         self._note_reserved()
 
     # Cutting and joining.
@@ -265,8 +267,14 @@ class Heap:
         if self.stack_context == "state":
             return ()
         if self.stacks is not None and self.stack_context == "all":
-            return self.stacks()
+            noted = self.stacks_at_ends.pop(block.address, None)
+            return self.stacks() if noted is None else noted
         return block.frames
+
+    def _frames_of_release(self, segment: CachedSegment) -> tuple[Frame, ...]:
+        if self.stack_context == "state":
+            return ()
+        return self.stacks() if self.stacks is not None and self.stack_context == "all" else segment.frames
 
     def _block_at(self, address: int) -> CachedBlock:
         block = self._blocks.get(address)

@@ -18,11 +18,15 @@ from gpumem_magic.units import MIB
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 # They change speed or pinned host memory, never where a block on the device lies.
-_WITHOUT_EFFECT_ON_PLACEMENT = """
-    graph_capture_record_stream_reuse pinned_free_catch_all pinned_max_cached_size pinned_max_round_threshold
-    pinned_num_register_threads pinned_reserve_segment_size_mb pinned_use_background_threads pinned_use_cuda_host_register
-    release_lock_on_cudamalloc release_lock_on_hipmalloc
+_SWITCHES_WITHOUT_EFFECT = """
+    graph_capture_record_stream_reuse pinned_use_background_threads pinned_use_cuda_host_register release_lock_on_cudamalloc
+    release_lock_on_hipmalloc
 """
+_WITHOUT_EFFECT = """
+    pinned_free_catch_all pinned_max_cached_size pinned_max_round_threshold pinned_reserve_segment_size_mb
+"""
+# `pinned_max_register_threads` in ``CUDAAllocatorConfig.h``.
+_MOST_THREADS = 128
 
 
 def parse(text: str) -> AllocatorSettings:
@@ -52,7 +56,13 @@ def parse_with_notes(text: str, base: AllocatorSettings = DEFAULT_SETTINGS) -> t
         elif name == "throw_on_cudamalloc_oom":
             if _boolean(name, value):
                 notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
-        elif name not in _WITHOUT_EFFECT_ON_PLACEMENT.split():
+        elif name in _SWITCHES_WITHOUT_EFFECT.split():
+            _boolean(name, value)
+        elif name == "pinned_num_register_threads":
+            threads = _integer(name, value)
+            if not _power_of_two(threads) or threads > _MOST_THREADS:
+                raise ValueError(f"{name} must be a power of two up to {_MOST_THREADS}, not {value}")
+        elif name not in _WITHOUT_EFFECT.split():
             raise ValueError(f"unknown option {name!r} in PYTORCH_CUDA_ALLOC_CONF")
     return settings, notes
 

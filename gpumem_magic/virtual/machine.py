@@ -76,6 +76,7 @@ from gpumem_magic.virtual.operators.autocast import AutocastKernels
 from gpumem_magic.virtual.operators.communicators import Communicators
 from gpumem_magic.virtual.operators.factories import Factories
 from gpumem_magic.virtual.torch_face import (
+    beneath,
     collector,
     communication,
     graphs,
@@ -361,7 +362,7 @@ class VirtualMachine:
             attempt(wrappers.install)
             attempt(saving.install, self.engine.computes)
             sharing.install()
-            surroundings.install(self._patches, self.engine)
+            surroundings.install(self._patches, self.engine, self.pinned)
             attempt(profiling.install, self, self._factories)
             collector.install(self._patches)
             wheel.install(self._patches)
@@ -376,6 +377,7 @@ class VirtualMachine:
             if isinstance(self.engine, RealEngine):
                 attempt(random_numbers.install, self.engine.random, len(self._devices))
             attempt(graphs.install, self, self.face.stream_of)
+            attempt(beneath.install, self.face.stream_of)
             versions = [self.torch_version(gpu.index) for gpu in self._devices]
             attempt(self._autocast.install, versions)
             attempt(self.attention.install)
@@ -388,11 +390,6 @@ class VirtualMachine:
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
             attempt(recurrent.install, not rocm)
             attempt(cells.install)
-            # What Triton and libraries ask for the stream to launch on; builds for the host lack it.
-            self._patches.set(torch._C, "_cuda_getCurrentRawStream", self.face.stream_of)
-            # What DistributedDataParallel's tutorials and older libraries call.
-            self._patches.set(torch._C, "_cuda_setDevice", self.face.set_device)
-            self._patches.set(torch._C, "_cuda_getDevice", self.face.current_device)
             attempt(self._bindings.install)
             # What `torch.cuda.memory._set_allocator_settings` calls, until 2.9 and since.
             for name in ("_cuda_cudaCachingAllocator_set_allocator_settings", "_accelerator_setAllocatorSettings"):

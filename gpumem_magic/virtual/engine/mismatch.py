@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from gpumem_magic.private import overloads
 _MIXING = {
     *overloads("copy_ _to_copy index.Tensor index_put index_put_ _index_put_impl_ _foreach_copy_ is_same_size"),
     *overloads("set_.source_Tensor set_.source_Storage set_.source_Storage_storage_offset"),
-    *overloads("_has_compatible_shallow_copy_type"),
+    *overloads("_has_compatible_shallow_copy_type _has_same_storage_numel"),
 }
 
 # Arguments that kernels take from the host.
@@ -144,10 +145,21 @@ def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
         raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
+@functools.cache
+def _writes_each_element(func: Any) -> bool:
+    """Whether it works in place, element by element: it is tagged so, or what makes a new tensor is (comparisons)."""
+    name = func._schema.name
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    overload = func._schema.overload_name or "default"
+    plain = getattr(getattr(_aten, name[:-1].partition("::")[2], None), overload, func)
+    return torch.Tag.pointwise in func.tags or torch.Tag.pointwise in plain.tags
+
+
 def refuse_to_grow(func: Any, args: Any) -> None:
     """Raises CUDA's error where what is written in place would have to be larger (`compute_shape` in ``TensorIterator.cpp``):
     some of PyTorch's rules in Python give it another size."""
-    if not (args and func._schema.name.endswith("_") and torch.Tag.pointwise in func.tags):
+    if not args or not _writes_each_element(func):
         return
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     try:

@@ -12,6 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.host_blocks import HostBlocks
 
+# `cudaErrorHostMemoryAlreadyRegistered` and `cudaErrorHostMemoryNotRegistered` (``driver_types.h``).
+_IS_REGISTERED, _IS_NOT_REGISTERED = 712, 713
+
 
 class Pinned:
     """Which storages of the host count as pinned. They are not kept: weak references hold an address, and no data."""
@@ -21,6 +24,8 @@ class Pinned:
         self.used = False
         """Whether anything was pinned yet, which brings CUDA into use."""
         self._storages: set[StorageWeakRef] = set()
+        self._registered: dict[int, int] = {}
+        """By its address, the bytes of memory that the program had pinned where it lies; they are not the allocator's."""
         self._enough = 64
 
     def install(self, patches: Patches) -> None:
@@ -40,7 +45,23 @@ class Pinned:
         weakref.finalize(storage, self.blocks.give_back, self.blocks.take(storage.nbytes())).atexit = False
 
     def has(self, storage: torch.UntypedStorage) -> bool:
+        if self._registered and storage.device.type == "cpu":
+            address = storage.data_ptr()
+            if any(start <= address < start + nbytes for start, nbytes in self._registered.items()):
+                return True
         return bool(self._storages) and StorageWeakRef(storage) in self._storages
+
+    def register(self, address: int, nbytes: int, flags: int = 0) -> int:
+        """What `cudaHostRegister` answers: 0, or that this memory is registered."""
+        if address in self._registered:
+            return _IS_REGISTERED
+        self.used = True
+        self._registered[address] = nbytes
+        return 0
+
+    def unregister(self, address: int) -> int:
+        """What `cudaHostUnregister` answers: 0, or that this memory is not registered."""
+        return _IS_NOT_REGISTERED if self._registered.pop(address, None) is None else 0
 
     def _pin_memory(self, tensor: torch.Tensor, *args: Any) -> Any:
         """(Subclasses go on as they are: what their copy would be is theirs to say.)"""
@@ -59,7 +80,7 @@ class Pinned:
 
     def _is_pinned(self, original: Any) -> Any:
         def is_pinned(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> bool:
-            if _is_plain(tensor):
+            if _is_plain(tensor) or (type(tensor) is torch.nn.Parameter and tensor.device.type == "cpu"):
                 return self.has(tensor.untyped_storage())
             return bool(original(tensor, *args, **kwargs))
 

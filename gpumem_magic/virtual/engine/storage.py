@@ -80,6 +80,7 @@ class StorageTable:
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
         self._note_end: Callable[[_StorageReference], object] = self._ended.append
+        self._told_of_ends: tuple[Callable[[int, int], object], ...] = ()
         self._weakly: dict[int, Any] = {}
         # Whether the allocator is in the midst of something: a signal's handler or a `__del__` may ask for figures there.
         self._at_work = False
@@ -120,19 +121,22 @@ class StorageTable:
     def tell_of_ends(self, told: Callable[[int, int], object]) -> Callable[[], None]:
         """Has storages that are placed until the answer is called tell of their end when it comes, before their free:
         ``told(device, address)``."""
-        ended, placements = self._ended, self._placements
-
-        def tell(watch: _StorageReference) -> None:
-            ended.append(watch)
-            placement = placements.get(watch.key)
-            if placement is not None and placement.watch is watch and placement.nbytes:
-                told(placement.device, placement.address)
+        self._told_of_ends = (*self._told_of_ends, told)
+        self._note_end = self._tell
 
         def end() -> None:
-            self._note_end = ended.append
+            self._told_of_ends = tuple(other for other in self._told_of_ends if other is not told)
+            if not self._told_of_ends:
+                self._note_end = self._ended.append
 
-        self._note_end = tell
         return end
+
+    def _tell(self, watch: _StorageReference) -> None:
+        self._ended.append(watch)
+        placement = self._placements.get(watch.key)
+        if placement is not None and placement.watch is watch and placement.nbytes:
+            for told in self._told_of_ends:
+                told(placement.device, placement.address)
 
     def waiting(self) -> dict[int, int]:
         """By the `id` of their references, the places in the queue of storages that have ended and are not freed yet."""

@@ -363,12 +363,14 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 )
         if type(func) is FunctionType:
             func = _behind_a_wrapper(func, sys._getframe(1))
+        # (C++ sets `_backward_hooks` while it makes a view's node anew, under a lock that asking for the node would wait for.)
+        is_attribute = type(func) is MethodWrapperType
         try:
-            if type(func) is MethodWrapperType and func.__name__ == "__get__":
+            if is_attribute and func.__name__ == "__get__":
                 # (An attribute: what C++ runs for one has a tensor among its arguments.)
                 with pushed(engine.mode) if _len_torch_dispatch_stack() else torch._C.DisableTorchFunctionSubclass():
                     return func(*args)
-            if WRITTEN.before:
+            if WRITTEN.before and not is_attribute:
                 before_function((*args, *kwargs.values()) if kwargs else args)
             if kwargs and "generator" in kwargs:
                 # (C++ hands another object on, which does not know what it is for.)
@@ -395,7 +397,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
             waits = engine.uninterrupted if is_a(func, _OF_C) else _NOTHING
             with waits, pushed(engine.mode):
                 out = func(*args, **(kwargs or {}))
-            if WRITTEN.now:
+            if WRITTEN.now and not is_attribute:
                 after_function()
             return out
         except Exception as error:

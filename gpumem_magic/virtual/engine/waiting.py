@@ -45,8 +45,14 @@ def waits(func: Any, args: Any, kwargs: Any) -> bool:
     if func in _COPIES:
         return _copies_between(func, args, kwargs)
     if func in _BY_INDEX:
-        # (The places of a mask are counted first.)
-        return any(isinstance(one, VirtualTensor) and one.dtype in _MASKS for one in args[1])
+        indices = [one for one in args[1] if one is not None]
+        if not all(isinstance(one, VirtualTensor) for one in indices):
+            return True
+        # (The places of a mask are counted first, but where one number is written: `canDispatchToMaskedFill`.)
+        is_filled = func is not _aten.index.Tensor and not isinstance(args[2], VirtualTensor)
+        return not is_filled and any(one.dtype in _MASKS for one in indices)
+    if func is _aten.repeat_interleave.Tensor:
+        return kwargs.get("output_size") is None
     return func in _READING
 
 

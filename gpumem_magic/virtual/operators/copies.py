@@ -523,6 +523,8 @@ def _multinomial(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     weights, count, *rest = args
     again = rest[0] if rest else kwargs.get("replacement", False)
     out = engine.run(func, args, kwargs, device)
+    if not out.numel():
+        return out
     if again and count > 1:
         # The weights, in shares, and their sums from the first on.
         scan = _of_one_row(engine, device, _aten.cumsum.default, (weights, -1), {}, weights)

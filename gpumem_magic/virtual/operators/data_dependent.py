@@ -223,6 +223,9 @@ def _is_within(engine: Engine, args: Any, kwargs: Any) -> bool:
 @special(_aten.copy_.default, plain=_is_within, by_looks=True)
 def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target = args[0]
+    if not isinstance(args[1], torch.Tensor):
+        # (C++ has made a tensor of a number, and hands the number on.)
+        args = target, torch.tensor(args[1], device="cpu"), *args[2:]
     if isinstance(target, VirtualTensor):
         staged = 0 if isinstance(args[1], VirtualTensor) else staged_bytes(target, *args[1:3])
         with engine.scratch(device, staged):
@@ -290,7 +293,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return found_among(engine, device, args[0], count)
 
 
-@special(_aten.masked_select.default)
+@special(*overloads("masked_select masked_select.out"))
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
     refuse_mixed_devices(func, args, kwargs)
@@ -301,7 +304,8 @@ def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
     # The places are found first, one number for each dimension.
     with ExitStack() as held:
         _hold_positions(engine, device, args[1].expand(shape or (1,)), count, held)
-        return _placed(engine, (count,), args[0].dtype, device)
+        out = kwargs.get("out")
+        return _placed(engine, (count,), args[0].dtype, device) if out is None else out.resize_((count,))
 
 
 @special(_aten.bincount.default)

@@ -55,6 +55,41 @@ def _singular_values(matrices: Any, full_matrices: bool = False, compute_uv: boo
     return _aten._linalg_svd.default(matrices, full_matrices, compute_uv)
 
 
+# ---- cuDNN's, by their own names
+
+
+@equivalent(_aten.cudnn_convolution.default)
+def _convolution(
+    input: Any, weight: Any, padding: Any, stride: Any, dilation: Any, groups: int, *settings: bool, **named: bool
+) -> Any:
+    return _aten.convolution.default(input, weight, None, stride, padding, dilation, False, [0] * len(stride), groups)
+
+
+@equivalent(_aten.cudnn_convolution_transpose.default)
+def _transposed_convolution(
+    input: Any,
+    weight: Any,
+    padding: Any,
+    more: Any,
+    stride: Any,
+    dilation: Any,
+    groups: int,
+    *settings: bool,
+    **named: bool,
+) -> Any:
+    return _aten.convolution.default(input, weight, None, stride, padding, dilation, True, more, groups)
+
+
+@equivalent(_aten.cudnn_grid_sampler.default)
+def _grid_sampler(input: Any, grid: Any) -> Any:
+    return _aten.grid_sampler_2d.default(input, grid, 0, 0, True)
+
+
+@equivalent(_aten.cudnn_affine_grid_generator.default)
+def _affine_grid(theta: Any, batch: int, channels: int, height: int, width: int) -> Any:
+    return _aten.affine_grid_generator.default(theta, [batch, channels, height, width], True)
+
+
 # ---- softmax, which CUDA gives as float32 for half precision (autocast asks for that)
 
 

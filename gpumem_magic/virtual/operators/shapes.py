@@ -56,6 +56,16 @@ def _in_one_piece(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     return engine.run(_aten.empty_like.default, (args[1],), {"memory_format": torch.contiguous_format}, device)
 
 
+@special(_aten.bernoulli.out)
+def _drawn_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Into a tensor of any type, which PyTorch's rule wants to be one of the probabilities' (`bernoulli_out` in
+    ``native/Distributions.cpp``)."""
+    out = kwargs["out"]
+    if out.shape != args[0].shape:
+        engine.run(_aten.resize_.default, (out, args[0].shape), {}, device)
+    return engine.run(_aten.bernoulli_.Tensor, (out, args[0]), {}, device)
+
+
 @special(_aten._sample_dirichlet.default)
 def _drawn_shares(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """What is drawn is divided by its sums in place (`_s_dirichlet_cuda` in ``cuda/Distributions.cpp``)."""

@@ -25,6 +25,7 @@ class CudaMemory:
         self._histories: dict[int, collections.deque[TraceEvent]] = {}
         self._fractions: dict[int, float] = {}
         self._observers: list[Callable[[int, int, int, int], object]] = []
+        self._end_of_stacks: Callable[[], None] | None = None
 
     def functions(self) -> dict[str, Callable[..., Any]]:
         """torch's name -> what answers in its place."""
@@ -214,9 +215,17 @@ class CudaMemory:
             enabled = "all" if enabled else None
         if enabled not in (None, "state", "all"):
             raise RuntimeError(f"expected state to be 'state', 'all', or None, got {enabled!r}")
+        if context not in (None, "state", "alloc", "all"):
+            raise RuntimeError(f"expected context to be 'state', 'alloc', 'all', or None, got {context!r}")
         with self._machine.engine.lock:
             self._machine.settle()
+            if self._end_of_stacks is not None:
+                self._end_of_stacks()
+                self._end_of_stacks = None
+            if enabled is not None and context == "all":
+                self._end_of_stacks = self._machine.engine.table.tell_of_ends(self._note_stack)
             for gpu in self._machine.devices:
+                gpu.allocator.stacks_at_ends.clear()
                 history = self._histories.get(gpu.index)
                 if history is not None:
                     gpu.allocator.sinks[:] = [sink for sink in gpu.allocator.sinks if sink is not history]
@@ -229,6 +238,11 @@ class CudaMemory:
                 self._histories[gpu.index] = collections.deque(earlier, maxlen=entries)
                 gpu.allocator.sinks.append(self._histories[gpu.index])
                 gpu.allocator.stacks = users_stack if context is not None else None
+                gpu.allocator.stack_context = context or "all"
+
+    def _note_stack(self, device: int, address: int) -> None:
+        """Where the program lets go of a block, which is freed a little later."""
+        self._machine.devices[device].allocator.stacks_at_ends[address] = users_stack()
 
 
 def users_stack() -> tuple[Frame, ...]:

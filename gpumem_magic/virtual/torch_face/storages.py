@@ -13,12 +13,15 @@ from gpumem_magic.virtual.engine.engine import Engine
 
 def install(patches: Patches, engine: Engine) -> None:
     """Replaces what `torch.UntypedStorage` inherits, which would say that the storage is on the meta device."""
-    kind = torch.UntypedStorage
+    kind: Any = torch.UntypedStorage
     original_device: Any = torch._C.StorageBase.device  # type: ignore[attr-defined]
     original_address = kind.data_ptr
     original_cpu = kind.cpu
-    original_copy: Any = kind.copy_
-    original_new: Any = kind.__new__
+    original_copy = kind.copy_
+    original_new = kind.__new__
+    original_getitem = kind.__getitem__
+    original_setitem = kind.__setitem__
+    original_fill = kind.fill_
 
     def placed(storage: Any) -> Any:
         with engine.lock:
@@ -46,7 +49,7 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def cpu(self: Any) -> Any:
         if original_device.__get__(self).type != "meta" or placed(self) is None:
-            return original_cpu(self)  # type: ignore[no-untyped-call]
+            return original_cpu(self)
         twin = engine.twin_of(self) if isinstance(engine, ComputingEngine) else None
         if twin is not None:
             return twin.clone()
@@ -68,7 +71,34 @@ def install(patches: Patches, engine: Engine) -> None:
         make = torch.empty if isinstance(content, int) else torch.tensor
         return make(content, dtype=torch.uint8, device=where).untyped_storage()
 
+    def bytes_of(storage: Any) -> torch.Tensor | None:
+        """A view of the bytes of a storage on a device; None for others."""
+        if original_device.__get__(storage).type != "meta" or placed(storage) is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+    def getitem(self: Any, place: Any) -> Any:
+        view = bytes_of(self)
+        return original_getitem(self, place) if view is None or isinstance(place, slice) else view[place].item()
+
+    def setitem(self: Any, place: Any, value: Any) -> None:
+        view = bytes_of(self)
+        if view is None:
+            original_setitem(self, place, value)
+        else:
+            view[place] = value
+
+    def fill_(self: Any, value: int) -> Any:
+        view = bytes_of(self)
+        if view is None:
+            return original_fill(self, value)
+        view.fill_(value)
+        return self
+
     patches.set(kind, "__new__", staticmethod(made))
+    patches.set(kind, "__getitem__", getitem)
+    patches.set(kind, "__setitem__", setitem)
+    patches.set(kind, "fill_", fill_)
     patches.set(kind, "device", property(device))
     patches.set(kind, "data_ptr", data_ptr)
     patches.set(kind, "cuda", cuda)

@@ -103,15 +103,18 @@ def begin_pool(device: int) -> None:
 class Stream:
     """Stands for `torch.cuda.Stream`. Memory belongs to the stream that it was first allocated on, as on a device."""
 
-    def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
-        self.device = torch.device("cuda", device_index(device))
+    def __init__(self, device: Any = None, priority: int = 0, **numbers: int) -> None:
+        """numbers: `stream_id`, and `device_index`, of a stream that is there; a new one has none."""
+        self.device = torch.device(
+            "cuda", numbers["device_index"] if "device_index" in numbers else device_index(device)
+        )
         self.device_index = self.device.index
-        if not kwargs:
+        if "stream_id" not in numbers:
             begin_pool(self.device_index)
+            numbers["stream_id"] = _from_pool(self.device_index, priority)
         self.device_type = 1
         self.priority = priority
-        self.cuda_stream = kwargs["_id"] if "_id" in kwargs else _from_pool(self.device_index, priority)
-        self.stream_id = self.cuda_stream
+        self.cuda_stream = self.stream_id = numbers["stream_id"]
         self._outer: list[Stream] = []
 
     @staticmethod
@@ -164,7 +167,7 @@ class ExternalStream(Stream):
     """Stands for `torch.cuda.ExternalStream`."""
 
     def __init__(self, stream_ptr: int, device: Any = None, **kwargs: Any) -> None:
-        super().__init__(device, _id=stream_ptr)
+        super().__init__(device, stream_id=stream_ptr)
 
 
 class Event:
@@ -173,12 +176,17 @@ class Event:
     def __init__(
         self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, external: bool = False
     ) -> None:
-        self.cuda_event = 0
+        # C++ makes an event when it is recorded first.
+        self.cuda_event = self.event_id = 0
         self.device = torch.device("cuda", CURRENT.device)
         self._at: float | None = None
         self._is_timed = enable_timing
 
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Event {self.cuda_event:#x}>" if self.cuda_event else "<torch.cuda.Event uninitialized>"
+
     def record(self, stream: Any = None) -> None:
+        self.cuda_event = self.event_id = id(self)
         self._at = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None: ...
@@ -259,11 +267,11 @@ class StreamContext:
 def current_stream(device: Any = None) -> Stream:
     index = device_index(device)
     stream = CURRENT.stream(index)
-    return Stream(index, _id=0) if stream is None else stream
+    return Stream(index, stream_id=0) if stream is None else stream
 
 
 def default_stream(device: Any = None) -> Stream:
-    return Stream(device_index(device), _id=0)
+    return Stream(device_index(device), stream_id=0)
 
 
 def set_stream(stream: Stream | None) -> None:

@@ -15,6 +15,7 @@ import torch.backends.cudnn
 import torch.cuda.nvtx
 import torch.distributions
 from torch._lobpcg import LOBPCG
+from torch.utils.viz import _cycles as cycles
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.code import is_our_file
@@ -24,6 +25,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import line_below_ours
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import is_ours
+from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import checks, ctc
 from gpumem_magic.virtual.operators.convolution_layouts import layout_of
@@ -38,16 +40,17 @@ _MAY_BE_ZEROS = (
 )
 
 
-def install(patches: Patches, engine: Engine) -> None:
+def install(patches: Patches, engine: Engine, pinned: Pinned) -> None:
     """Where the engine computes, tensors on the devices have values, which may be looked at."""
+    patches.attempt(_tools_of_nvidia, pinned)
     steps = (
-        _tools_of_nvidia,
         _ctc_loss,
         _devices_of_modules,
         _devices_in_transforms,
         _convolution_formats,
         _signals,
         _places_of_warnings,
+        _finder_of_cycles,
     )
     for step in steps:
         patches.attempt(step)
@@ -70,6 +73,16 @@ def _places_of_warnings(patches: Patches) -> None:
 
     # (`warnings.catch_warnings(record=True)` passes `showwarning` by, and has the C function behind it call this one, too.)
     patches.set(module, "_showwarnmsg", show)
+
+
+def _finder_of_cycles(patches: Patches) -> None:
+    """PyTorch's finder of reference cycles looks for CUDA tensors that are not fake: those of a virtual device are meant."""
+    original: Any = cycles.is_cuda_tensor
+
+    def is_cuda_tensor(thing: Any) -> bool:
+        return isinstance(thing, VirtualTensor) or bool(original(thing))
+
+    patches.set(cycles, "is_cuda_tensor", is_cuda_tensor)
 
 
 def _warnings_of_numbers(patches: Patches, reads: Reads) -> None:
@@ -169,7 +182,7 @@ def _signals(patches: Patches) -> None:
     patches.set(signal, "signal", set_signal)
 
 
-def _tools_of_nvidia(patches: Patches) -> None:
+def _tools_of_nvidia(patches: Patches, pinned: Pinned) -> None:
     """Ranges for NVIDIA's profilers, and CUDA's runtime, which look for a driver."""
     emit: Any = torch.autograd.profiler.emit_nvtx
     original_emit = emit.__init__
@@ -180,7 +193,7 @@ def _tools_of_nvidia(patches: Patches) -> None:
     patches.set(emit, "__init__", emit_init)
     patches.set(torch.cuda.nvtx, "_nvtx", _Ranges())
     # The module under the name of CUDA's runtime, None in builds for the host.
-    patches.set(torch.cuda, "_cudart", _Runtime())
+    patches.set(torch.cuda, "_cudart", _Runtime(pinned))
 
 
 class _Ranges:
@@ -214,17 +227,19 @@ class _Ranges:
 
 
 class _Runtime:
-    """Stands for `torch.cuda.cudart()`: starting a profiler of NVIDIA's, registering host memory and the like succeed, and do
-    nothing."""
+    """Stands for `torch.cuda.cudart()`: starting a profiler of NVIDIA's and the like succeed, and do nothing; host memory that is
+    registered counts as pinned."""
 
     class cudaError(int):
         success = 0
 
+    def __init__(self, pinned: Pinned) -> None:
+        self.cudaHostRegister, self.cudaHostUnregister = pinned.register, pinned.unregister
+
     def _succeeds(self, *args: Any) -> int:
         return 0
 
-    cudaProfilerStart = cudaProfilerStop = cudaHostRegister = cudaHostUnregister = _succeeds
-    cudaStreamCreate = cudaStreamDestroy = _succeeds
+    cudaProfilerStart = cudaProfilerStop = cudaStreamCreate = cudaStreamDestroy = _succeeds
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:
         """Free and all bytes of the device."""
