@@ -6,7 +6,7 @@ from typing import Any
 
 from gpumem_magic.allocator.caching import CachingAllocator
 from gpumem_magic.allocator.memory import DeviceMemory
-from gpumem_magic.devices.base import CompiledResults, Counters, DeviceFacts, DeviceLog, Label
+from gpumem_magic.devices.base import CompiledResults, Counters, DeviceFacts, DeviceLog, FilledPart, Label
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.recording.model import Checkpoint, Moment, Recording, Sighting, Span
 from gpumem_magic.units import GIB, MIB
@@ -110,6 +110,9 @@ class FakeMachine:
 
     def compiled_results(self) -> CompiledResults:
         return CompiledResults()
+
+    def filled_parts(self) -> dict[tuple[int, int], tuple[FilledPart, ...]]:
+        return {}
 
     def put(self, tensor: Any, device: int = 0, origin: str | None = None) -> int:
         """Gives a tensor of the host an allocation of its size."""

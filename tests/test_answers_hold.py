@@ -196,12 +196,12 @@ avg = [p.detach().clone() for p in net_.parameters()]
             "the graphs of 6 iterations",
             "16",
         ),
-        # The mask is of one byte, what has its shape of four.
+        # The mask is of one byte; what has its shape, of four, is no such copy.
         (
             "padding = torch.ones(4, 1024, dtype=torch.bool, device='cuda')",
             "mask = padding[:, None, None, :].expand(4, 16, 1024, 1024).reshape(64, 1024, 1024)\nmask = mask.float()",
-            "2 of that shape at once (1 in bool and 1 in float32) are 320 MiB",
-            "shape at once are",
+            "expands (4, 1, 1, 1024) to (4, 16, 1024, 1024) and copies it: 64.0 MiB in bool.",
+            "shape at once",
         ),
     ],
 )

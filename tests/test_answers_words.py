@@ -167,7 +167,7 @@ def test_what_a_constructor_cast_before_memory_ran_out_are_parameters(book: Note
     said = answer(book, BLOCK.replace("{made}", made))
     book.cell("%gpumem_free")
     assert "MiB short: 14," in said
-    assert f" MiB are parameters of `{made.split('; ')[0]}" in said
+    assert f" MiB are parameters made by `{made.split('; ')[0]}" in said
 
 
 def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) -> None:
@@ -302,7 +302,7 @@ def test_a_model_whose_constructor_fails_is_told_by_the_line_that_makes_its_laye
         )
         said = book.measured("with torch.device('cuda'):\n    model = Net()").answer
     assert re.search(
-        r"are parameters of `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\) \(of [\d.]+ MiB in all\)", said
+        r"are parameters made by `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\), of [\d.]+ MiB in all", said
     ), said
 
 

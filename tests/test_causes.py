@@ -1494,6 +1494,18 @@ GUILTY += [
         "it was cut out of a larger tensor, or",
     ),
 ]
+# Low ranks whose products are made in full.
+ADAPTERS = """
+class Adapter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Parameter(torch.randn(1024, 8, device="cuda"))
+        self.b = nn.Parameter(torch.randn(8, 1024, device="cuda"))
+    def forward(self, x):
+        return nn.functional.linear(x, self.a @ self.b)
+adapted = nn.Sequential(*[Adapter() for _ in range(8)])
+x = torch.randn(64, 1024, device="cuda")
+"""
 GUILTY += [
     Case(
         "wide_loss",
@@ -1532,7 +1544,78 @@ GUILTY += [
     ),
     Case("alike_buffers", (CACHES, "for layer in caches:\n    layer(x)"), "each layer needs its own"),
 ]
+GUILTY += [
+    Case("weights_multiplied", (ADAPTERS, "adapted(x).pow(2).mean().backward()"), "`x @ self.b.T @ self.a.T`"),
+    Case(
+        "cache_in_training",
+        (
+            CACHE + "\nllm = llm.float().train()\noptimizer = torch.optim.SGD(llm.parameters(), lr=0.1)",
+            "for _ in range(2):\n    out = llm(ids, labels=ids)\n    out.loss.backward()\n    optimizer.step()\n"
+            "    optimizer.zero_grad()",
+        ),
+        "`use_cache=False`",
+    ),
+    Case(
+        "second_copy",
+        (
+            "import copy\nmodel = net(1024, 6)\noptimizer = torch.optim.Adam(model.parameters())\n"
+            "model(torch.randn(8, 1024, device='cuda')).sum().backward()\noptimizer.step()",
+            "best = copy.deepcopy(optimizer.state_dict())",
+        ),
+        "`best` keeps a second copy of the optimizer's states on the device (line 2, ",
+    ),
+    Case(
+        "second_copy",
+        (
+            "import copy\nmodel = net(1024, 6)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+            "half = copy.deepcopy(model).half()\nx = mib(16)",
+        ),
+        "`half` keeps a second copy of the weights",
+    ),
+    # What a lambda does where it is called.
+    Case(
+        "kept_by_hook",
+        (
+            TRAIN + "acts = {}\nfor name, one in model.named_modules():\n"
+            "    one.register_forward_hook(lambda m, i, o, name=name: acts.__setitem__(name, o))",
+            "for _ in range(3):\n    optimizer.zero_grad()\n    model(x.repeat(16, 1)).mean().backward()\n    optimizer.step()",
+        ),
+        "keeps what modules put out in `acts`",
+    ),
+    # A mask's copy is not the scores that it is added to.
+    Case(
+        "attention_scores",
+        (
+            "attention = nn.MultiheadAttention(128, 8, batch_first=True).cuda()\nx = torch.randn(2, 2048, 128, device='cuda')",
+            "mask = torch.ones(2048, 2048, dtype=torch.bool, device='cuda').expand(16, -1, -1).contiguous()\n"
+            "out, _ = attention(x, x, x, attn_mask=mask)\nout.sum().backward()",
+        ),
+        "`need_weights=False`",
+    ),
+]
 INNOCENT += [
+    # What steps copies of a model's parameters takes its gradients for them.
+    Case(
+        "",
+        (
+            "model = net(1024)\ncopies = [p.detach().clone().requires_grad_() for p in model.parameters()]\nmodel.half()\n"
+            "optimizer = torch.optim.SGD(copies, lr=0.1)\nx = torch.randn(64, 1024, dtype=torch.half, device='cuda')",
+            "for _ in range(3):\n    model(x).float().mean().backward()\n"
+            "    for one, p in zip(copies, model.parameters()):\n        one.grad = p.grad.float()\n    optimizer.step()\n"
+            "    for one, p in zip(copies, model.parameters()):\n        p.data.copy_(one)\n        p.grad = None",
+        ),
+    ),
+    # A loop that gives each parameter its gradient makes each once.
+    Case(
+        "",
+        (
+            "model = net(1024, 6)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "x = torch.randn(64, 1024, device='cuda')",
+            "sums = {}\nfor task in range(2):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n"
+            "    sums[task] = {name: p.grad.clone() for name, p in model.named_parameters()}\noptimizer.zero_grad()\n"
+            "for name, p in model.named_parameters():\n    p.grad = sums[0][name] + sums[1][name]\noptimizer.step()",
+        ),
+    ),
     Case("", (TRAIN, ADDING.format(taken=".item()"), "mean = evaluate(x.split(64))")),
     Case("", (TRAIN, VALIDATING.format(taken=".cpu()"), "trainer.fit()")),
     Case("", (TRAINED.format(clearing="optimizer.zero_grad()"), FREEZING.format(value=False))),
@@ -1712,8 +1795,8 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
     with notebook(case.device) as book:
         for code in case.cells[:-1]:
             book.cell(code)
-        # (That memory ran out and the program went on blames nothing.)
-        assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage"}
+        # (That memory ran out and the program went on blames nothing, nor that there is a copy.)
+        assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage", "second_copy"}
 
 
 HELD = (
@@ -1835,6 +1918,12 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
             "    def zero_grad(self):\n        self.inner.zero_grad()\n    def step(self):\n        self.inner.step()\n\n"
             "optimizer = torch.optim.Adam(model.parameters())\noptimizer = Passing(optimizer)\n"
             "for _ in range(3):\n    optimizer.zero_grad()\n    model(x).mean().backward()\n    optimizer.step()",
+        ),
+        # the backward makes as many anew, and is as high
+        (
+            "late_zero_grad",
+            "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(3):\n    loss = model(x[:1]).mean()\n"
+            "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()",
         ),
         (
             "input_gradients",
@@ -2120,3 +2209,82 @@ def test_a_broken_detector_costs_a_line_and_not_the_report(monkeypatch: pytest.M
         report = book.measured("del model")
         assert names(report) == ["del_freed_nothing"]
         assert "Looking for a cause failed in broken (RuntimeError: no way)." in report.notes
+
+
+def test_what_an_inner_loop_gathers_is_not_what_grows_where_an_outer_one_keeps_more() -> None:
+    with notebook("T4") as book:
+        report = book.measured(
+            "kept = []\nfor step in range(5):\n    new = []\n    for layer in range(6):\n        new.append(mib(8))\n"
+            "    kept.append(new)"
+        )
+    assert "it is held by `kept`" in report.to_dict()["answer"]
+    assert "(5 iterations)" in report.to_dict()["answer"]
+
+
+def test_a_variable_made_anew_each_time_grows_by_its_graph_alone() -> None:
+    with notebook("T4") as book:
+        book.cell("layer = nn.Linear(512, 4096).cuda()\nmean = 0")
+        report = book.measured(
+            "for _ in range(8):\n    mean = 0.9 * mean + 0.1 * layer(torch.randn(4096, 512, device='cuda'))"
+        )
+    assert names(report) == ["kept_graphs"]
+
+
+def test_free_pieces_are_no_reason_for_another_error() -> None:
+    with notebook("T4") as book:
+        book.cell("a = [mib(9) for _ in range(1000)]")
+        report = book.measured("del a[::2]\ny = mib(1)\n1 / 0")
+    assert report.error is not None
+    assert "fragmentation" not in names(report)
+
+
+def test_copies_of_gradients_are_gradients_though_they_go_by_parameters_names() -> None:
+    with notebook("T4") as book:
+        book.cell(TRAIN)
+        report = book.measured(
+            "model(x).mean().backward()\nkept = {name: p.grad.clone() for name, p in model.named_parameters()}"
+        )
+    assert "parameters of `kept`" not in report.to_dict()["answer"]
+    first, *_, last = (row["categories"]["parameters"] for row in report.to_dict()["checkpoints"])
+    assert first <= last < first + (1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("write", "used"),
+    [
+        ("k_cache[layer, :, :, t] = new[:, :, 0]", 24),
+        ("k_cache[layer, :, :, t : t + 1] = new", 24),
+        ("k_cache[layer].index_copy_(2, torch.tensor([t], device='cuda'), new)", 24),
+        ("k_cache[layer][:, :, torch.tensor([t, t + 1])] = new.repeat(1, 1, 2, 1)", 25),
+        ("k_cache[layer].narrow(2, t, 1).copy_(new)", 24),
+        # a place that nobody knows; and all of it
+        ("k_cache[layer].index_copy_(2, torch.randint(64, (4096,), device='cuda')[:1], new)", 0),
+        ("k_cache.copy_(torch.ones_like(k_cache))", 0),
+    ],
+)
+def test_a_cache_says_to_how_many_of_its_positions_was_written(write: str, used: int) -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "k_cache = torch.zeros(2, 4, 8, 2048, 64, device='cuda')\nnew = torch.ones(4, 8, 1, 64, device='cuda')"
+        )
+        report = book.measured(f"for t in range(24):\n    for layer in range(2):\n        {write}")
+    (cause,) = [one for one in report.causes if one.name == "key_value_cache"]
+    words = f"with room for 2,048 positions of every sequence of the batch, of which {used} were written to"
+    assert (words in cause.text) == bool(used), cause.text
+    assert ("Made for" in cause.remedy) == bool(used)
+
+
+def test_an_error_that_is_not_of_memory_says_what_its_traceback_keeps() -> None:
+    with notebook("T4") as book:
+        book.cell("def bad():\n    big = mib(300)\n    raise KeyboardInterrupt")
+        report = book.measured("bad()")
+    assert "traceback pins 300 MiB" in report.to_dict()["answer"]
+
+
+def test_what_a_function_dropped_is_said_to_be_made_by_its_call() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "def tried():\n    other = net(1024)\n    return other(torch.randn(8, 1024, device='cuda')).sum().item()"
+        )
+        report = book.measured("model = net(1024)\nscore = tried()")
+    assert "are parameters made by `score = tried()` (line 3: In [" in report.to_dict()["answer"]

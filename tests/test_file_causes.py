@@ -71,7 +71,8 @@ def trained(step: Any, clears: str) -> Trace:
                 trace.drop(f"grad{number}", ZEROED)
         for number in range(2):
             trace.make(f"grad{number}", 40, BACKWARD)
-        trace.drop("activation", (("??", "torch::autograd::SavedVariable::reset_data"),))
+            if not number:
+                trace.drop("activation", (("??", "torch::autograd::SavedVariable::reset_data"),))
         if not turn:
             for number in range(4):
                 trace.make(f"state{number}", 40, step)

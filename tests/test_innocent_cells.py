@@ -48,6 +48,8 @@ DESCRIBING = frozenset(
         "largest_batch",
         "data_ready",
         "steady",
+        "caught_shortage",
+        "second_copy",
     }
 )
 LEAST_CELLS = 200

@@ -6,6 +6,7 @@ death), "stack" (where the request came from), "inferred", or "unknown".
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ _IDENTITY = (
     ("gradient", "gradients"),
     ("weights", "parameters"),
 )
+_KNOWN_FOR_CERTAIN = frozenset({"parameter", "buffer", "gradient", "optimizer_state", "kv_cache"})
+_COPIES = frozenset({"clone", "to", "copy"})
+_OF_A_GRADIENT = re.compile(r"\.grad\b")
 _HOLDING_NAMES = ("named", "output")
 _MADE = ("host_copy", "factory")
 # What makes tensors of one number: where a moving average begins.
@@ -241,6 +245,20 @@ def _identity(case: _Case) -> Label | None:
     return None
 
 
+def _copied_gradient(case: _Case) -> Label | None:
+    """A copy that the program makes of a gradient, by its own words: with a parameter's name and shape, it is no weight."""
+    birth = case.birth
+    if (
+        birth is None
+        or birth.place is None
+        or birth.operator not in _COPIES
+        or not _KNOWN_FOR_CERTAIN.isdisjoint(case.roles)
+    ):
+        return None
+    is_one = case.between and _OF_A_GRADIENT.search(birth.place.expression)
+    return Label("gradients", "inferred", case.name) if is_one else None
+
+
 def _beside_weights(case: _Case) -> Label | None:
     """One for each weight: what was filled is an optimizer's that was written by hand, what was computed a copy of them."""
     if not case.between or {"beside", "beside_gradients"}.isdisjoint(case.roles):
@@ -360,6 +378,7 @@ def _temporaries(case: _Case) -> Label | None:
 
 
 _RULES = (
+    _copied_gradient,
     _identity,
     _summed,
     _trial,

@@ -39,6 +39,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 FROM = ", from "
 """Between a place inside and the program's own line from which it was reached."""
 _OF_A_MODULE = frozenset({"parameters", "gradients"})
+_BYTES = "uint8"
 _FIRST_NAME = re.compile(r"[.\[]")
 
 
@@ -344,6 +345,9 @@ class Tensors:
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
+        if seen is not None and dtype == _BYTES and seen.dtype != _BYTES and len(shape or ()) == 1:
+            # A storage that was copied as bytes (`copy.deepcopy`), for a tensor that looks at it as something else.
+            shape, dtype = seen.shape, seen.dtype
         if label.name == TRIALS:
             return TensorFacts(
                 label.category,

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
+from gpumem_magic.causes.places import quoted, spots, together
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of
@@ -21,6 +22,7 @@ from gpumem_magic.units import human, listed
 _LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
 _WHOLE = frozenset({"torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"})
 _PARTS = frozenset({"dict", "OrderedDict", "list", "tuple", "Tensor"})
+_COPIES = re.compile(r"deepcopy|\bclone\(")
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
 
 
@@ -275,6 +277,60 @@ def left_over(scene: Scene) -> Iterator[Cause]:
         size_of(copies),
         describes=True,
     )
+
+
+def second_copy(scene: Scene) -> Iterator[Cause]:
+    """A copy of a model's weights, or of an optimizer's states, that the cell made and a variable keeps beside them."""
+    tensors = scene.tensors
+    if scene.report.error is not None or tensors is None:
+        return
+    known = scene.holdings.optimized
+    originals = {
+        kind: [
+            one
+            for one in scene.held
+            if one.kind == kind and (kind != "parameter" or (one.device, one.address) in known)
+        ]
+        for kind in ("parameter", "optimizer_state")
+    }
+    keys = {_key(one) for one in originals["optimizer_state"]}
+    copies: dict[tuple[str, str], list[Held]] = {}
+    for one in scene.held:
+        made = scene.alive.get(one.address)
+        root = scene.holdings.roots[one.roots[0]]
+        if one.kind not in ("tensor", "parameter") or (one.device, one.address) in known or root.kind != "variable":
+            continue
+        if made is not None and 0 <= made.born < scene.moment and _COPIES.search(tensors.facts(made).expression):
+            kind = "optimizer_state" if _key(one) in keys else "parameter"
+            copies.setdefault((kind, root.name), []).append(one)
+    for (kind, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
+        same = partnered(its, _look, map(_look, originals[kind]))
+        if size_of(same) < scene.part_of_peak(8) or 10 * size_of(same) < 9 * size_of(its):
+            continue
+        spot, *others = together(spots(its))
+        # (The first of many keys is no place for all.)
+        place = spot.root if others or "[" in spot.place else spot.place
+        facts = tensors.facts(scene.alive[max(its, key=lambda one: one.size).address])
+        whose = "the optimizer's states" if kind == "optimizer_state" else "the weights"
+        yield Cause(
+            "second_copy",
+            f"{quoted(place)} keeps a second copy of {whose} on the device (line {facts.line}, "
+            f"`{_short(facts.statement)}`): {human(size_of(its))}.",
+            "Where that room is wanted, copy them to the host (`.cpu()`), or to a file (`torch.save`).",
+            size_of(its),
+            describes=True,
+        )
+        return
+
+
+def _key(one: Held) -> str:
+    """The last key of a place: ``exp_avg`` of ``opt.state[0]['exp_avg']``."""
+    return one.place.rpartition("[")[2].strip("]'\"") if one.place.endswith("]") else ""
+
+
+def _look(one: Held) -> tuple[int, ...]:
+    """(A copy may be in another type.)"""
+    return one.shape
 
 
 def _at(place: Written | None) -> str:

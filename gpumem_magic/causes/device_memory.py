@@ -46,6 +46,9 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
             found.cached or 0,
         )
         return
+    if error is not None and error.requested is None:
+        # It failed for another reason.
+        return
     stuck = pieces = 0
     for segment in scene.timeline.segments_at(scene.end):
         if segment.segment_pool_id != _COMMON:

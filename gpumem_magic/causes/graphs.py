@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from gpumem_magic.causes.ahead import backward_behind
@@ -24,7 +24,7 @@ from gpumem_magic.causes.places import (
     general,
     is_part,
     quoted,
-    release,
+    release_all,
     spots,
     taking_off,
     together,
@@ -47,6 +47,8 @@ _EQUAL_ITERATIONS = 3
 _EVERY = (2, 3, 4, 5, 10)
 # Two steps are near each other if they differ by one part in so many of the largest.
 _NEAR = 4
+# What transformers' models are asked to give besides, by its key in their results.
+_ASKED = re.compile(r"\boutput_(?P<key>\w+)\s*=\s*True")
 # Bytes of a complex number in double precision.
 _A_NUMBER = 16
 
@@ -291,12 +293,13 @@ def growth(scene: Scene) -> Iterator[Cause]:
     """What each iteration leaves behind, where the last ones all left the same and it is still there."""
     loops = [scene.finished(one) for one in (scene.iterations, *scene.loops, scene.forwards_of_a_statement) if one]
     # What only every few iterations leave behind (checkpoints, say) is looked for last.
-    for every, iterations in [(1, one) for one in loops] + [(every, one) for every in _EVERY for one in loops]:
-        if every > 1 and not _recurs(scene, iterations, every):
-            continue
-        if (found := _growth_of(scene, _joined(iterations, every), every)) is not None:
-            if found.text:
-                yield found
+    for every in (1, *_EVERY):
+        recurring = (one for one in loops if every == 1 or _recurs(scene, one, every))
+        found = [_growth_of(scene, _joined(one, every), every) for one in recurring]
+        # (What an inner loop gathers may go when it has ended, and an outer one keep more.)
+        if growing := max((one for one in found if one is not None), key=lambda one: one.bytes, default=None):
+            if growing.text:
+                yield growing
             return
 
 
@@ -359,6 +362,11 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
             left,
         )
     main = together([one for one in found if 10 * one.size >= found[0].size])
+    if _only_graphs(main[0], addresses):
+        main = [replace(main[0], held=tuple(one for one in main[0].held if one.kind == "graph")), *main[1:]]
+    if main[0].held[0].kind == "gradient" and not _in_any(scene, iterations, BACKWARD):
+        # Set one after the other, of a model whose parameters a loop goes through.
+        return None
     if _is_trained_on(scene, iterations[-1], main[0]) or _is_set_up(scene, iterations, main):
         return None
     total = sum(one.size for one in main)
@@ -393,8 +401,20 @@ def _is_set_up(scene: Scene, iterations: Sequence[Iteration], main: Sequence[Spo
     """Whether a loop only puts models together: layers, adapters, buffers, an ensemble, with which nothing is computed there."""
     if any(one.kind not in ("parameter", "buffer") for spot in main for one in spot.held):
         return False
-    begin, end = iterations[0].start, iterations[-1].end
-    return not any(begin <= scene.start_of(one) < end for one in scene.spans(FORWARD, BACKWARD, OPTIMIZER))
+    return not _in_any(scene, iterations, FORWARD, BACKWARD, OPTIMIZER)
+
+
+def _in_any(scene: Scene, iterations: Sequence[Iteration], *kinds: str) -> bool:
+    """Whether there is one of these in them."""
+    # (A loop's first begins where its statement before ended, or the program.)
+    begin, end = iterations[0].end, iterations[-1].end
+    return any(begin <= scene.start_of(one) < end for one in scene.spans(*kinds))
+
+
+def _only_graphs(spot: Spot, addresses: Collection[int]) -> bool:
+    """Whether what has outlived its iteration is there by the graph of what a place keeps, which is made anew each time."""
+    outlived = [one for one in spot.held if one.address in addresses]
+    return size_of(one for one in outlived if one.kind != "graph") < LEAST <= size_of(outlived)
 
 
 def _is_trained_on(scene: Scene, last: Iteration, spot: Spot) -> bool:
@@ -414,7 +434,11 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
     """What to do about places that grow, the largest first: what lets go of it now, and how it would not grow."""
     # (Models have gradients, which go with them.)
     spot = next((one for one in main if one.held[0].kind != "gradient"), main[0])
-    now = "" if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR else release(scene, spot)
+    now = (
+        ""
+        if scene.holdings.roots[spot.held[0].roots[0]].name == THIS_ERROR
+        else release_all(scene, [spot, *(one for one in main if one is not spot)])
+    )
     if spot.held[0].kind == "gradient":
         return f"{now}." if now else ""
     if _is_a_graph(spot):
@@ -451,6 +475,9 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
     elif all(any(GENERATOR in station.bases for station in one.trail) for one in spot.held):
         host = "let each generator come to its end, or `.close()` it: until then it keeps its local variables"
     hook = scene.program.hook_of(place) if (place := added(scene, spot)) is not None else None
+    asked = _ASKED.search(place.statement) if place is not None else None
+    if asked is not None and f"'{asked['key']}'" in spot.place:
+        host = f"leave out `{asked[0]}`, where nothing reads them, or {host}"
     if hook is not None:
         host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"
     elif epoch := clearing_hook(spot.place, [kind for station in spot.held[0].trail for kind in station.bases]):

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gpumem_magic.causes.filled import positions_used
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, told
 from gpumem_magic.owners.model import Held, size_of
@@ -171,6 +172,14 @@ def alike_buffers(scene: Scene) -> Iterator[Cause]:
         )
         if place is not None and scene.program.matches(re.compile(_WRITTEN_TO.format(name=re.escape(name))), place):
             remedy = "The program writes to it, so each layer needs its own: half as long, they would take half."
+            addresses = {one.address for one in its}
+            filled = positions_used(scene, (one for one in scene.held if one.address in addresses))
+            if filled is not None:
+                room, used = filled
+                remedy = (
+                    f"The program writes to it, so each layer needs its own: {used:,} of {room:,} positions were written to. "
+                    f"Made for {used:,}, they would take {human(size_of(its) * used // room)}."
+                )
         yield Cause(
             "alike_buffers",
             f"{len(its)} layers have a buffer `{name}`{each}{at}: {human(size_of(its))}.",

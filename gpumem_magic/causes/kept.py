@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
+from gpumem_magic.causes.filled import positions_used
 from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.causes.sized import asked_for_room
@@ -21,6 +22,8 @@ _PARTS = 8
 _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 # The argument and the attribute of transformers' models.
 _NAMES_CACHE = re.compile(r"\bpast_key_values?\b|\bcache_params\b|\.cache\b|use_cache\s*=\s*True")
+# A cache with more than so many times the room that is in use is worth a shorter one.
+_ROOMY = 1.2
 _CACHE = "transformers.cache_utils.Cache"
 _STATIC = "transformers.cache_utils.StaticCache"
 
@@ -228,7 +231,9 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     caches = {one.address for one in at_end}
     known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
     place = _cache_of([one for one in known if one.address in caches])
-    positions = _positions_of(one for one in known if one.address in caches)
+    its = [one for one in known if one.address in caches]
+    positions = _positions_of(its)
+    filled = positions_used(scene, its)
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
     grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
@@ -247,7 +252,7 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
         still = [one for one in scene.living_in(scene.moment, "kv_cache") if one.born < gone]
         if size_of(still) >= LEAST:
             yield Cause(
-                "key_value_cache",
+                "cache_in_training",
                 "Each forward in training makes a key-value cache that only generation reads, and "
                 f"{human(size_of(still))} of it{'' if place is None else f', kept by {quoted(place)}{at},'} outlive their "
                 "backward.",
@@ -268,16 +273,28 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "key_value_cache",
         f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
-        f"{counted(len(cached), 'tensor')}, {_for_what(positions)}"
+        f"{counted(len(cached), 'tensor')}, {_for_what(positions, filled)}"
         f"{'; it grows by `torch.cat`, which copies it, a layer at a time, at each new token' if grows else ''}.",
-        f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
+        _with_less_room(cached, filled)
+        + f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
         f"{'shorter `max_cache_len`, a ' if positions else ''}smaller batch, a quantized cache or fewer key-value heads make it "
         "smaller.",
         size_of(cached),
     )
 
 
-def _for_what(positions: int) -> str:
+def _with_less_room(cached: Iterable[Allocation], filled: tuple[int, int] | None) -> str:
+    """What a cache would take that was made for the positions in use."""
+    if filled is None or filled[0] <= _ROOMY * filled[1]:
+        return ""
+    room, used = filled
+    return f"Made for {used:,}, it would take {human(size_of(cached) * used // room)}. "
+
+
+def _for_what(positions: int, filled: tuple[int, int] | None) -> str:
+    if filled is not None:
+        room, used = filled
+        return f"with room for {room:,} positions of every sequence of the batch, of which {used:,} were written to"
     if not positions:
         return "for every position and every sequence of the batch"
     return f"with room for {positions:,} positions of every sequence of the batch, used or not"

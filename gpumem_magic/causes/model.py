@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText, Written
-from gpumem_magic.devices.base import Birth, Label
+from gpumem_magic.devices.base import Birth, FilledPart, Label
 from gpumem_magic.failures import swallows
 from gpumem_magic.owners.model import Held, Holdings
 from gpumem_magic.recording.model import FORWARD, OPTIMIZER, Checkpoint, Recording, Span
@@ -81,7 +81,7 @@ class Scene:
     reads_last_position: whether the cell, itself or in the functions that it names, takes ``[:, -1]`` of something.
     evaluated: the addresses of the parameters of the modules in evaluation mode. left: the functions that an error left.
     deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
-    statement.
+    statement. filled: by device and address, the parts that the program assigned to, of what it assigned to in parts.
     """
 
     recording: Recording
@@ -106,6 +106,7 @@ class Scene:
     left: LeftFunctions = field(default_factory=LeftFunctions)
     deleted: Mapping[str, frozenset[int]] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
+    filled: Mapping[tuple[int, int], Sequence[FilledPart]] = field(default_factory=dict)
 
     @cached_property
     def moment(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 
 from gpumem_magic.causes.alike import (
@@ -182,6 +183,9 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     what, small = made_by(scene, alike), birth.inputs[0][0]
     if prod(small) >= prod(alike.shape):
         return None
+    # What else has the shape is no copy of it, nor made of one: the scores that a mask is added to.
+    count = alike.types.count(birth.dtype)
+    alike = replace(alike, count=count, bytes=count * bytes_of(alike.shape, birth.dtype), types=(birth.dtype,) * count)
     told = f"{what} expands {shape_words(small)} to {shape_words(alike.shape)} and copies it: {size_words(alike)}."
     if MULTIPLIES.search(words):
         remedy = (

@@ -11,6 +11,7 @@ import torch
 
 from gpumem_magic.causes.alike import Alike, made_by, size_words, squeezed
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import shape_words
@@ -22,6 +23,8 @@ MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cd
 _PARTS = 3
 # Pairs that are meant are worth a word where they take one part in so many of the peak.
 _SHARE = 3
+# A product of two weights has so many times the length that they share in both directions.
+_LOW = 4
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
@@ -166,14 +169,34 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         return None
     if alike.bytes < scene.part_of_peak(_SHARE) or is_in_parts(scene, alike):
         return None
-    rows = _rows_at_a_time(scene, alike)
     shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
+    if rank := _rank_of_weights(scene, birth):
+        names = _operands(birth.place.expression) if birth.place is not None else []
+        instead = f"`x @ {names[1]}.T @ {names[0]}.T`" if names and "@" in words else "one after the other"
+        return Cause(
+            "weights_multiplied",
+            f"{made_by(scene, alike)} multiplies two weights, {shapes}, into one of {shape_words(shape)}: {size_words(alike)}.",
+            f"Multiply the input with {instead}: of each row that makes {rank:,} numbers on the way, and no weight.",
+            alike.bytes,
+        )
+    rows = _rows_at_a_time(scene, alike)
     return Cause(
         "all_pairs",
         f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}.",
         f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its `topk`, its sum).",
         alike.bytes,
     )
+
+
+def _rank_of_weights(scene: Scene, birth: Birth) -> int:
+    """The length that two weights have in common whose product is far larger than both, as adapters of a low rank have it; else
+    0."""
+    weights = {one.shape for one in scene.held if one.kind == "parameter"}
+    first, second = (shape for shape, _ in birth.inputs[:2])
+    if len(first) != 2 or len(second) != 2 or not all(weights & {shape, shape[::-1]} for shape in (first, second)):
+        return 0
+    rank = first[1]
+    return rank if _LOW * rank <= min(first[0], second[1]) else 0
 
 
 def is_in_parts(scene: Scene, alike: Alike) -> bool:

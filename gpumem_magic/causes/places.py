@@ -31,6 +31,7 @@ _REGISTERED = re.compile(r"(?P<handle>\w+)\s*=\s*\w[^=]*\.register_\w*hook\(")
 _PART = 4
 # More places than a sentence tells.
 _MANY = 3
+_SEVERAL = 2
 MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
@@ -189,7 +190,7 @@ def _named(spot: Spot) -> str:
     # Not the first one's place, where the next one's has another number: ``outs[0…7]['pred']``.
     places = {base(one) for one in spot.held}
     several = len(places) > 1 and _INDEX.search(spot.place)
-    whole = number_range(sorted({_NUMBERS.sub("", place) for place in places})) if several else ""
+    whole = number_range(sorted({_NUMBERS.sub("", place) for place in places}), _SEVERAL) if several else ""
     return quoted(spot.place) if not whole else whole if "`" in whole else f"`{whole}`"
 
 
@@ -220,7 +221,7 @@ def added(scene: Scene, spot: Spot) -> Written | None:
         if (found := scene.program.adding(names[0], attribute, keys[-1] if keys else "")) is not None:
             return found
     if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "", function=function)):
-        return found
+        return scene.program.added_within(found, keys[0] if keys else "") or found
     return scene.program.using(names[0]) if spot.place.startswith(names[0]) else None
 
 
@@ -234,6 +235,13 @@ def release(scene: Scene, spot: Spot) -> str:
         if freed >= LEAST:
             return f"`{spot.of}.zero_grad()` frees {human(freed)}"
     # (Inputs have gradients, too: who lets go of those keeps the inputs.)
+    whole = {at.node for one in spot.held for at in one.trail if at.place == spot.place}
+    within = spot.container is not None and spot.container.place != spot.place
+    if within and len(whole) == 1 and _WRITTEN.match(spot.place) and len(spot.tensors) > 1:
+        # One key of many, with a tuple, say: the dictionary's others are not cleared.
+        freed = _here(scene, scene.holdings.freed_by_replacing(whole))
+        if freed >= max(LEAST, spot.size // 2):
+            return f"`{spot.place} = None` frees {human(freed)}"
     in_list = spot.container is not None and any(one.kind != "gradient" for one in spot.held)
     if in_list and spot.container is not None and _WRITTEN.match(spot.container.place):
         freed = _here(scene, scene.holdings.freed_by_emptying([spot.container.node]))
@@ -252,6 +260,17 @@ def release(scene: Scene, spot: Spot) -> str:
         freed = size_of(scene.freed([number]))
         return f"`{statement}` frees {human(freed)}"
     return ""
+
+
+def release_all(scene: Scene, found: Sequence[Spot]) -> str:
+    """The same of the first of these, or of all together where each is a list that is cleared."""
+    containers = [one.container for one in found]
+    lists = [one for one, spot in zip(containers, found, strict=True) if one is not None and one.place == spot.place]
+    first = release(scene, found[0])
+    if len(found) < _SEVERAL or len(lists) < len(found) or f"{found[0].place}.clear()" not in first:
+        return first
+    freed = _here(scene, scene.holdings.freed_by_emptying([one.node for one in lists]))
+    return f"`{'; '.join(f'{one.place}.clear()' for one in lists)}` frees {human(freed)}"
 
 
 def taking_off(registered: Written) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -19,12 +20,28 @@ _CELLS = 50
 _FILES = 40
 _LINES = 5000
 _ADDING = frozenset(
-    {"append", "appendleft", "add", "extend", "insert", "put", "put_nowait", "push", "setdefault", "store", "record"}
+    {
+        "append",
+        "appendleft",
+        "add",
+        "extend",
+        "insert",
+        "put",
+        "put_nowait",
+        "push",
+        "setdefault",
+        "__setitem__",
+        "store",
+        "record",
+    }
 )
+# What a program does to gradients without taking them for anything: it clears or clips them in place, or looks at them.
+_LOOKS = re.compile(r".*_$|norm$|item$|isfinite$")
 _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
+_PARAMETERS = re.compile(r"parameters\(")
 _SHORT = 60
 _LOOPS = (ast.For, ast.While)
 # What a tensor gives without its graph.
@@ -80,6 +97,20 @@ class Text:
         found: list[ast.stmt] = []
         _simple(self.tree.body, self.whole, found)
         return found
+
+    @cached_property
+    def running(self) -> list[tuple[ast.stmt, ast.AST]]:
+        """The same, each with itself; and of the statements outside of functions, what lambdas in them do when called."""
+        inside = [(node, node) for node in self.statements]
+        known = {id(node) for node in self.statements}
+        lambdas = [
+            (node, part.body)
+            for node in self.everywhere
+            if id(node) not in known
+            for part in ast.walk(node)
+            if isinstance(part, ast.Lambda)
+        ]
+        return sorted([*inside, *lambdas], key=lambda pair: pair[0].lineno)
 
     @cached_property
     def everywhere(self) -> list[ast.stmt]:
@@ -193,7 +224,7 @@ class ProgramText:
         wanted = attribute or name
         for certain in (True, False):
             for one in self._mentioning(wanted):
-                own = [node for node in one.statements if _adds(node, wanted, certain, of_object=bool(attribute))]
+                own = [node for node, part in one.running if _adds(part, wanted, certain, of_object=bool(attribute))]
                 # A variable of the same name in somebody else's function is another one.
                 if function and not attribute:
                     own = [node for node in own if one.belongs(node, name, function)] if certain else []
@@ -207,6 +238,26 @@ class ProgramText:
         for one in self._mentioning(attribute, "cached_property") if attribute else ():
             if (result := one.cached(attribute)) is not None:
                 return one.place(result)
+        return None
+
+    def added_within(self, place: Written, key: str) -> Written | None:
+        """Where a function whose result a statement assigns (``out = sample(32)``) puts something into the list that it returns,
+        alone or under a key."""
+        made = next(iter(_parsed(textwrap.dedent(place.statement))), None)
+        called = _last(made.value.func) if isinstance(made, ast.Assign) and isinstance(made.value, ast.Call) else ""
+        for one in self._mentioning(called, "return") if called else ():
+            for function in (node for top in one.tree.body for node in ast.walk(top) if isinstance(node, FUNCTIONS)):
+                returns = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
+                if function.name != called or len(returns) != 1:
+                    continue
+                value = returns[0]
+                if key and isinstance(value, ast.Dict):
+                    pairs = zip(value.keys, value.values, strict=True)
+                    value = next(
+                        (its for of, its in pairs if isinstance(of, ast.Constant) and repr(of.value) == key), None
+                    )
+                if isinstance(value, ast.Name):
+                    return self.adding(value.id, function=called)
         return None
 
     def filling(self, name: str) -> Written | None:
@@ -280,6 +331,8 @@ class ProgramText:
 
     def hook_of(self, place: Written) -> Written | None:
         """The statement that registers, as a hook, the function in which a statement stands."""
+        if _registers_lambda(place.statement):
+            return place
         theirs = (one for one in self._mentioning("def ") if one.where == place.where)
         names = {name for one in theirs for name in one.around(place.line - one.ahead)}
         for one in self._mentioning("register", "hook") if names else ():
@@ -315,6 +368,16 @@ class ProgramText:
         """Whether the text that a line is in has a backward or a step anywhere."""
         return any(one.where == place.where and _TRAINS.search(one.source) for one in self.cells)
 
+    def takes_gradients(self, name: str) -> bool:
+        """Whether the cell goes through the parameters of what a variable has and takes their gradients for something, as one
+        does that steps copies of them; or a function does, of what it is given."""
+        return any(
+            _takes_gradients(node, name if one.whole and not isinstance(node, FUNCTIONS) else "")
+            for one in self._mentioning("parameters", ".grad")
+            for node in one.tree.body
+            if one.whole or isinstance(node, (*FUNCTIONS, ast.ClassDef))
+        )
+
     def handlers(self) -> list[tuple[int, int, int]]:
         """The cell's own ``except`` blocks: the first line of what is tried, and their own first and last lines."""
         found = []
@@ -328,6 +391,36 @@ class ProgramText:
         return found
 
 
+def _takes_gradients(node: ast.AST, name: str) -> bool:
+    """Whether a loop over parameters in it takes their gradients for something. name: whose parameters, "" for anybody's."""
+    for loop in ast.walk(node):
+        heads: Sequence[Any] = [loop] if isinstance(loop, ast.For) else getattr(loop, "generators", ())
+        over = [one for one in heads if _PARAMETERS.search(words := ast.unparse(one.iter)) and name in words]
+        names = {part.id for one in over for part in ast.walk(one.target) if isinstance(part, ast.Name)}
+        read = {
+            id(part): part
+            for part in (ast.walk(loop) if names else ())
+            if isinstance(part, ast.Attribute)
+            and part.attr == "grad"
+            and isinstance(part.ctx, ast.Load)
+            and _last(part.value) in names
+        }
+        if read.keys() - _only_looked_at(loop):
+            return True
+    return False
+
+
+def _only_looked_at(loop: ast.AST) -> set[int]:
+    """The parts of a loop of which it is only asked whether they are None, or which are only changed in place or measured."""
+    found: set[int] = set()
+    for part in ast.walk(loop):
+        if isinstance(part, ast.Compare) and any(isinstance(one, ast.Constant) for one in part.comparators):
+            found.add(id(part.left))
+        elif isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and _LOOKS.match(part.func.attr):
+            found.update(map(id, ast.walk(part.func.value)))
+    return found
+
+
 def _is_on(given: ast.keyword, keyword: str) -> bool:
     """Whether a call's keyword is this one, and not plainly switched off."""
     return given.arg == keyword and not (isinstance(given.value, ast.Constant) and not given.value.value)
@@ -337,6 +430,13 @@ def _is_global(one: Text, name: str) -> bool:
     return re.search(rf"\bglobal\b[^\n]*\b{re.escape(name)}\b", one.source) is not None or not re.search(
         rf"(?m)^[ \t]+{re.escape(name)}\s*=[^=]", one.source
     )
+
+
+def _registers_lambda(statement: str) -> bool:
+    calls = (
+        node for top in _parsed(textwrap.dedent(statement)) for node in ast.walk(top) if isinstance(node, ast.Call)
+    )
+    return any(_HOOKS.match(_last(one.func)) and any(isinstance(arg, ast.Lambda) for arg in one.args) for one in calls)
 
 
 def _last(node: ast.expr) -> str:
@@ -357,7 +457,7 @@ def _mentions_key(node: ast.stmt, wanted: str, key: str) -> bool:
     )
 
 
-def _adds(node: ast.stmt, wanted: str, certain: bool, of_object: bool) -> bool:
+def _adds(node: ast.AST, wanted: str, certain: bool, of_object: bool) -> bool:
     """Whether a statement puts something into a container of this name; or, less certain, gives the name a value. of_object: it
     is an attribute's, and a variable of the same name is another one."""
     for inner in ast.walk(node):

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
+from gpumem_magic.causes.alike import bytes_of
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
@@ -124,8 +125,11 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
     """Activations are much of the peak, and one layer among several saved most of them."""
     by_layer = Counter[str]()
     saved = _saved(scene)
+    given = {one.address: bytes_of(one.shape, one.dtype) for one in scene.saved}
     for one, layer, _ in saved:
-        by_layer[layer] += one.size
+        # Of data from which batches are taken, a layer keeps the batch.
+        is_data = scene.labels[one.index].category == "inputs"
+        by_layer[layer] += min(one.size, given[one.address]) if is_data else one.size
     total = sum(by_layer.values())
     named = [layer for layer in by_layer if layer]
     if total < scene.part_of_peak(4) or len(named) < 3:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
+from dataclasses import replace
 
 from gpumem_magic.causes.model import Scene, partnered, requested
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.looks.optimizers import FUSED, OPTIMIZERS
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
@@ -28,7 +29,8 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
     Only where they are there at the peak, too (or as the request fails): elsewhere an earlier call would change nothing.
     """
     backwards = [(scene.start_of(span), scene.end_of(span)) for span in scene.spans(BACKWARD)]
-    worst: tuple[int, Span] | None = None
+    worst = 0
+    early: list[Allocation] = []
     forwards = scene.spans(FORWARD)
     starts = sorted(scene.start_of(forward) for forward in forwards)
     for forward in forwards:
@@ -42,23 +44,39 @@ def late_zero_grad(scene: Scene) -> Iterator[Cause]:
         late = [
             one
             for one in scene.living_in(begin, "gradients")
-            if one.freed is not None and end <= one.freed < following and one.born < begin <= scene.moment < one.freed
+            if one.freed is not None
+            and end <= one.freed < following
+            and one.born < begin
+            # (A copy of one is no business of `zero_grad`.)
+            and any(start <= one.born < stop for start, stop in backwards)
         ]
         # An input's gradient goes with its input; what zero_grad drops is as large as a parameter.
         if late:
             late = partnered(late, requested, map(requested, scene.living_in(begin, "parameters")))
-        if worst is None or size_of(late) > worst[0]:
-            worst = size_of(late), forward
-    if worst is None:
+        # As if they had gone when the forward began.
+        early += [replace(one, born=begin) for one in late]
+        if begin <= scene.moment and any(scene.moment < (one.freed or 0) for one in late):
+            worst = max(worst, size_of(late))
+    if not worst:
         return
+    then = ""
+    if scene.report.error is None:
+        # The backward makes as many anew: where the peak lies there, too, little comes back.
+        highest, _ = scene.highest_without(early)
+        worst = min(worst, scene.report.peak.allocated - highest)
+        then = f": the peak would be {human(highest)}"
     name = _optimizer(scene)
     yield Cause(
         "late_zero_grad",
-        f"Gradients of the previous iteration ({human(worst[0])}) were still allocated during forward: "
+        f"Gradients of the previous iteration ({human(size_of(_at(early, scene.moment)))}) were still allocated during forward: "
         "`zero_grad` was called late.",
-        f"Call `{name}.zero_grad()` before forward, or right after `{name}.step()`.",
-        worst[0],
+        f"Call `{name}.zero_grad()` before forward, or right after `{name}.step()`{then}.",
+        worst,
     )
+
+
+def _at(allocations: list[Allocation], position: int) -> list[Allocation]:
+    return [one for one in allocations if one.born <= position < (one.freed or position + 1)]
 
 
 def missing_zero_grad(scene: Scene) -> Iterator[Cause]:

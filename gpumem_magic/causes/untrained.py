@@ -41,6 +41,9 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
         if (left_behind := _of_the_one_before(scene, module, gradients)) is not None:
             yield left_behind
             return
+        if scene.program.takes_gradients(module.partition(".")[0]):
+            # Copies of these parameters are stepped by them, say.
+            continue
         addresses = {parameters[one.place.removesuffix(_GRADIENT)].address for one in gradients}
         live = {one.address: one for one in scene.timeline.live_at(scene.saved_at)} if scene.saved else {}
         its = [one for one in scene.saved if one.parameter is not None and one.parameter[1] in addresses]

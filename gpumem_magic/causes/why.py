@@ -26,7 +26,7 @@ from gpumem_magic.causes.source import (
     only_deleted,
     reads_last_position,
 )
-from gpumem_magic.devices.base import DeviceLog, Machine
+from gpumem_magic.devices.base import DeviceLog, FilledPart, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
@@ -82,6 +82,7 @@ class Why:
         self._idle_checkpointing: frozenset[str] = frozenset()
         self._searches_convolutions = False
         self._reads_last_position = False
+        self._filled: Mapping[tuple[int, int], tuple[FilledPart, ...]] = {}
 
     def read(self, source: str) -> None:
         """The cell's own text, before it runs."""
@@ -109,6 +110,7 @@ class Why:
                     self._machine, namespace, self._shell, error=error, cycles=self._worth_a_search
                 )
                 _remember_lost(self._holdings)
+                self._filled = self._machine.filled_parts()
                 if error is not None:
                     self._left = left_functions(error)
                 everything = _without_parts(self._left.modules, dict(_modules_in(namespace)))
@@ -187,6 +189,7 @@ class Why:
                 evaluated=self._evaluated,
                 left=self._left,
                 deleted=self._deleted,
+                filled=self._filled,
             )
             causes, failures = find_causes(scene)
             self._failures += failures

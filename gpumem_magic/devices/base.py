@@ -212,6 +212,14 @@ class CompiledResults(NamedTuple):
     roots: Mapping[str, Any] = {}
 
 
+class FilledPart(NamedTuple):
+    """A look at a part of a tensor's memory, in elements, and where in it those lie that look so."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
 class Machine(Protocol):
     """All devices of one kind that the process sees: the GPUs of this computer, or the virtual ones that are on."""
 
@@ -232,6 +240,10 @@ class Machine(Protocol):
 
     def compiled_results(self) -> CompiledResults:
         """What compiled code made, as far as it lives. Empty on a real device, whose compiled code does not say."""
+
+    def filled_parts(self) -> Mapping[tuple[int, int], tuple[FilledPart, ...]]:
+        """(device index, address) -> the parts that the program assigned to, of large tensors of which it assigned to no more.
+        Empty on a real device, which does not say."""
 
     def settle(self) -> None:
         """Does the frees that wait (a virtual machine frees late), so that counters and logs are those of now."""

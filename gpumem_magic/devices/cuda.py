@@ -12,7 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from gpumem_magic.devices import torch_memory
-from gpumem_magic.devices.base import CompiledResults, Counters, Device, DeviceFacts, DeviceLog, GpuProcess, Label, Log
+from gpumem_magic.devices.base import (
+    CompiledResults,
+    Counters,
+    Device,
+    DeviceFacts,
+    DeviceLog,
+    FilledPart,
+    GpuProcess,
+    Label,
+    Log,
+)
 from gpumem_magic.devices.driver import Driver, DriverDevice
 from gpumem_magic.devices.history import RING, AllocatorHistory, OpenLog
 from gpumem_magic.devices.outside import OutsideMemory, Shares
@@ -341,6 +351,9 @@ class CudaMachine:
 
     def compiled_results(self) -> CompiledResults:
         return CompiledResults()
+
+    def filled_parts(self) -> Mapping[tuple[int, int], tuple[FilledPart, ...]]:
+        return {}
 
     def plain_place(self, tensor: Any) -> tuple[int, int] | None:
         place: tuple[int, int] | None = self._tensors.plain_place(tensor)

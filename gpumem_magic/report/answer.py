@@ -121,11 +121,19 @@ def _plain(report: ReportData) -> str:
         return _composed(report, "", [blaming.sentence])
     # What only describes is worth a word here where it says what to do about a good part of the memory, and comes first where
     # that is most of it.
-    describing = [cause for cause in shown if cause.remedy and cause.name != _KEPT_AFTERWARDS]
+    # (What an error keeps is no reason for it, and worth knowing where memory was none.)
+    out_of_memory = report.error is not None and (report.error.requested is not None or is_of_memory(report.error))
+    describing = [one for one in shown if one.remedy and not (out_of_memory and one.name == _KEPT_AFTERWARDS)]
     main = next(
         (cause for cause in describing if cause.name not in _OF_ANYTHING and _is_part(cause, report, _MAIN)), None
     )
-    useful = blaming or main or next((cause for cause in describing if _is_part(cause, report, _WORTH)), None)
+    told_of_others = (
+        cause for cause in describing if cause.name not in _OF_ANYTHING and _is_part(cause, report, _WORTH)
+    )
+    useful = main or next(told_of_others, None)
+    if blaming is not None and (useful is None or useful.bytes <= blaming.bytes):
+        useful = blaming
+    useful = useful or next((cause for cause in describing if _is_part(cause, report, _WORTH)), None)
     groups, categories = all_groups(report, report.peak.position, report.peak.tensors), report.peak.categories
     if report.error is not None and report.error.tensors:
         state = _failed(report)

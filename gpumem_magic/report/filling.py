@@ -184,8 +184,12 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     first = members[0]
     part = f" (of {amount(whole)} in all)" if whole > size and amount(whole) != amount(size) else ""
     made = _place(members) if first.category in OF_A_MODEL and _is_nameless(members) else ""
-    if made or (part and _is_nameless(members)):
-        return f"{amount(size)} are {LABELS[first.category]}{made}{part}"
+    if made:
+        # (They are what is left of a model that a function dropped, say.)
+        part = f", of {amount(whole)} in all" if part else ""
+        return f"{amount(size)} are {LABELS[first.category]} made by{made.removeprefix(' of')}{part}"
+    if part and _is_nameless(members):
+        return f"{amount(size)} are {LABELS[first.category]}{part}"
     if first.category in OF_A_MODEL:
         link = ", kept by" if re.search(r"[.\[]", first.kept_by) else " of"
         of = f"{link} {_in_code(first.kept_by)}" if first.kept_by else ""

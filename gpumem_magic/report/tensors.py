@@ -6,6 +6,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
 from gpumem_magic.attribution.sites import GATHERERS
 from gpumem_magic.attribution.tensors import TensorFacts, common_path
@@ -150,8 +151,9 @@ def places_in_words(places: Sequence[str]) -> str:
     return f"{words} and {more:,} more" if more else words
 
 
-def number_range(places: Sequence[str]) -> str:
-    """``losses[0…7]`` for places that differ in one number; "" where they do in several, or in more."""
+def number_range(places: Sequence[str], most: int = 1) -> str:
+    """``losses[0…7]`` for places that differ in one number, or ``outs[0…4].layers[0…5].keys`` for all of those that differ in
+    at most so many; "" where they differ otherwise."""
     if len(places) == 1:
         return places[0]
     if len({_NUMBER.sub("#", place) for place in places}) > 1:
@@ -159,11 +161,14 @@ def number_range(places: Sequence[str]) -> str:
     numbers = [_NUMBER.findall(place) for place in places]
     columns = list(zip(*numbers, strict=True))
     differing = [place for place, column in enumerate(columns) if len(set(column)) > 1]
-    if len(differing) != 1:
+    if not 0 < len(differing) <= most or len(set(map(tuple, numbers))) != prod(
+        len(set(columns[one])) for one in differing
+    ):
         return ""
-    values = sorted(int(each[differing[0]]) for each in numbers)
     shown = [column[0] for column in columns]
-    shown[differing[0]] = f"{values[0]}…{values[-1]}"
+    for place in differing:
+        values = sorted(map(int, columns[place]))
+        shown[place] = f"{values[0]}…{values[-1]}"
     parts = _NUMBER.split(places[0])
     return "".join(part + number for part, number in zip(parts, [*shown, ""], strict=True))
 

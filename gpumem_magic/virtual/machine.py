@@ -39,7 +39,7 @@ import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register t
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings, changed, settings_from_environment
-from gpumem_magic.devices.base import Birth, CompiledResults, Device, DeviceError, Label
+from gpumem_magic.devices.base import Birth, CompiledResults, Device, DeviceError, FilledPart, Label
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
@@ -51,6 +51,7 @@ from gpumem_magic.virtual.compiler.stages import Compiler
 from gpumem_magic.virtual.engine import kernel_rules, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.filled import parts_of
 from gpumem_magic.virtual.engine.function_modes import asked_first
 from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
@@ -167,6 +168,10 @@ class VirtualMachine:
                 name: module for name, known in self.engine.compiled_roots.items() if (module := known()) is not None
             }
             return CompiledResults(self.engine.table.by_module(), roots)
+
+    def filled_parts(self) -> Mapping[tuple[int, int], tuple[FilledPart, ...]]:
+        with self.engine.lock:
+            return {place: parts_of(one) for place, one in self.engine.table.filled().items()}
 
     @property
     def reads(self) -> Reads:

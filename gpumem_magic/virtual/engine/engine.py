@@ -38,6 +38,7 @@ from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import (
     contractions,
     deterministic,
+    filled,
     indexing,
     kernel_rules,
     older_functions,
@@ -171,7 +172,7 @@ class Met(NamedTuple):
     may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
     stays_apart, once, apart: see `may_not_meet`, `writes_once`, `written_apart`.
     like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
-    has_types: whether its kernel takes some types alone (`kernel_types`).
+    has_types: whether its kernel takes some types alone (`kernel_types`). assigns: whether it assigns to parts (`filled`).
     """
 
     func: Any
@@ -192,6 +193,7 @@ class Met(NamedTuple):
     once: bool
     apart: tuple[str, ...]
     has_types: bool
+    assigns: bool
 
 
 @functools.cache
@@ -496,6 +498,8 @@ class Engine:
             if met.stays_apart and len(args) > 1:
                 refuse_overlaps(args[0], args[1:])
             views_anew.note(args[0])
+            if met.assigns:
+                filled.note(self.table.find, self.known, func, args)
         elif met.apart:
             refuse_written(func, args, kwargs, met.apart)
         elif func is _AS_STRIDED:
@@ -551,6 +555,7 @@ class Engine:
             writes_once(func),
             written_apart(func),
             may_refuse(func),
+            func in filled.ASSIGN,
         )
         return met
 

@@ -31,12 +31,13 @@ class Placement:
     guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
     else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
     few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
+    filled: the parts that the program assigned to (`filled`), None where these are not known, or all of it;
     and once: along what no index is twice (`few`). among, share: among how many each element was chosen, and which share of the
     elements is not zero (`shares`).
     """
 
     __slots__ = (
-        "address", "among", "device", "few", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "share",
+        "address", "among", "device", "few", "filled", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "share",
         "supplied", "sure", "told", "twin", "watch",
     )  # fmt: skip
 
@@ -58,6 +59,7 @@ class Placement:
         self.once: Any = None
         self.among: int | None = None
         self.share: Fraction | None = None
+        self.filled: dict[Any, set[int]] | None = {}
 
     def put(self, twin: Any) -> None:
         """From now on that is the twin."""
@@ -92,6 +94,10 @@ class StorageTable:
     def by_module(self) -> dict[tuple[int, int], int]:
         """By device and address, what compiled code made for which module (see `Placement`)."""
         return {(one.device, one.address): one.module for one in self._placements.values() if one.module}
+
+    def filled(self) -> dict[tuple[int, int], dict[Any, set[int]]]:
+        """By device and address, what the program assigned to parts of (see `Placement`)."""
+        return {(one.device, one.address): one.filled for one in self._placements.values() if one.filled}
 
     def drain(self) -> None:
         """Frees what ended since the last time; in the midst of another call that waits for the next."""
