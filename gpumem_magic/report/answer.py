@@ -131,7 +131,8 @@ def _plain(report: ReportData) -> str:
         cause for cause in describing if cause.name not in _OF_ANYTHING and _is_part(cause, report, _WORTH)
     )
     useful = main or next(told_of_others, None)
-    if blaming is not None and (useful is None or useful.bytes <= blaming.bytes):
+    # (What grows is small at first.)
+    if blaming is not None and (useful is None or useful.bytes <= blaming.bytes or blaming.name in _OF_EACH):
         useful = blaming
     useful = useful or next((cause for cause in describing if _is_part(cause, report, _WORTH)), None)
     groups, categories = all_groups(report, report.peak.position, report.peak.tensors), report.peak.categories
