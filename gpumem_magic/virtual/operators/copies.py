@@ -392,6 +392,27 @@ def _grown(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
     return [out.element_size()] if out.numel() and growing.fills(engine, device) else []
 
 
+# What is written in order: by the operator that writes into `out`, the one that makes the same.
+_IN_ORDER = {
+    _aten.arange.start_out: _aten.arange.start_step,
+    _aten.range.out: _aten.range.step,
+    _aten.linspace.out: _aten.linspace.default,
+    _aten.logspace.out: _aten.logspace.default,
+}
+
+
+@special(*_IN_ORDER)
+def _written_in_order(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A tensor with so many elements keeps its shape; one that does not lie in one piece is written by way of one that does
+    (``RangeFactories.cu``)."""
+    out = kwargs["out"]
+    count = _IN_ORDER[func](*args, device=torch.device("meta")).numel()
+    if out.numel() != count:
+        out.resize_((count,))
+    with engine.scratch(device, 0 if out.is_contiguous() else bytes_of(out)):
+        return out
+
+
 _IN_PLACE_SCANS = frozenset(overloads("cumsum_ cumprod_"))
 
 

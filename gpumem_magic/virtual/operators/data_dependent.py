@@ -282,15 +282,27 @@ def _selected(engine: Engine, operator: str, mask: Any) -> int:
     return engine.selected(operator, most, likely if likely is not None and likely < most else None)
 
 
-@special(_aten.nonzero.default)
+@special(*overloads("nonzero nonzero.out"))
 def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     host = values.exact(args[0])
     if host is not None:
         _note_supplied(engine, args[0])
-        return found_among(engine, device, args[0], int(host.count_nonzero()))
-    count = _selected(engine, "nonzero", args[0])
-    values.selects_all(args[0], count)
-    return found_among(engine, device, args[0], count)
+        count = int(host.count_nonzero())
+    else:
+        count = _selected(engine, "nonzero", args[0])
+        values.selects_all(args[0], count)
+    out = kwargs.get("out")
+    if out is None:
+        return found_among(engine, device, args[0], count)
+    return hold_while_found(engine, device, args[0], lambda: _positions_into(engine, device, out, args[0].dim(), count))
+
+
+def _positions_into(engine: Engine, device: int, out: Any, dims: int, count: int) -> Any:
+    """Where `out` has the right size, it is written as it lies; else it becomes what would be returned (``Nonzero.cu``)."""
+    if out.shape == (count, dims):
+        with engine.scratch(device, 0 if out.t().is_contiguous() else count * dims * 8):
+            return out
+    return out.resize_((dims, count)).t_()
 
 
 @special(*overloads("masked_select masked_select.out"))

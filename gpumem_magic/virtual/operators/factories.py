@@ -21,7 +21,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
-from gpumem_magic.virtual.engine.mismatch import check_generator
+from gpumem_magic.virtual.engine.mismatch import check_generator, scalar_name
 from gpumem_magic.virtual.engine.modes import (
     META,
     STATE,
@@ -84,6 +84,20 @@ _NUMBERS_AND_KINDS = {
 _MOST_LOOKS = 10_000
 # (The name is one of those that are replaced.)
 _empty_strided = torch.empty_strided
+
+
+def _array_of(data: Any, given: dict[str, Any]) -> Any:
+    """`torch.asarray` of a tensor, with `copy=True` or `copy=False` (``tensor_new.cpp``)."""
+    device = torch.device(data.device if given.get("device") is None else given["device"])
+    dtype, requires_grad = given.get("dtype") or data.dtype, given.get("requires_grad", False)
+    if given["copy"]:
+        return data.detach().to(device, dtype, copy=True).requires_grad_(requires_grad)
+    if device.type != data.device.type or device.index not in (None, data.device.index):
+        raise ValueError(f"can't alias tensor from device '{data.device}' to '{device}'.")
+    if dtype != data.dtype:
+        names = scalar_name(data.dtype), scalar_name(dtype)
+        raise ValueError(f"can't alias tensor with dtype '{names[0]}' into dtype '{names[1]}'.")
+    return data
 
 
 def _is_plainly_given(arg: Any) -> bool:
@@ -476,6 +490,8 @@ class Factories:
         dtype = kwargs.get("dtype")
         requires_grad = kwargs.get("requires_grad", False)
         if isinstance(data, VirtualTensor):
+            if getattr(original, "__name__", "") == "asarray" and kwargs.get("copy") is not None:
+                return _array_of(data, kwargs)
             if kwargs.get("device") is not None and index is None:
                 return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
             target = data.device if index is None else cuda(index)

@@ -266,7 +266,7 @@ def _ctc_loss(patches: Patches) -> None:
                 deterministic = torch.backends.cudnn.deterministic
                 return ctc.loss(log_probs, targets, input_lengths, target_lengths, reduction, deterministic, zero)
             input_lengths, target_lengths = (
-                lengths.tolist() if isinstance(lengths, torch.Tensor) else lengths
+                lengths.flatten().tolist() if isinstance(lengths, torch.Tensor) else lengths
                 for lengths in (input_lengths, target_lengths)
             )
         return original(log_probs, targets, input_lengths, target_lengths, *args, **kwargs)
