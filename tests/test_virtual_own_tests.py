@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from asked_for import made
+from torch import nn
 
 pytestmark = pytest.mark.usefixtures("card_with_values")
 
@@ -50,6 +51,81 @@ def test_what_a_mask_selects_is_written_where_it_shall_be() -> None:
     new = made(lambda: torch.masked_select(x, mask))
     # All but the result itself, which is there.
     assert made(lambda: torch.masked_select(x, mask, out=right)) == new[:-1]
+
+
+def test_positions_are_written_where_they_shall_be() -> None:
+    x = torch.tensor([1, 0, 2], device="cuda")
+    grown, right, turned = (torch.empty(shape, dtype=torch.int64, device="cuda") for shape in (0, (2, 1), (1, 2)))
+    assert torch.nonzero(x, out=grown) is grown
+    assert grown.tolist() == [[0], [2]]
+    assert len(made(lambda: torch.nonzero(x, out=right))) == len(made(lambda: torch.nonzero(x))) - 1
+    assert torch.nonzero(x, out=turned.t()).tolist() == [[0], [2]]
+
+
+@pytest.mark.parametrize("write", [lambda out: torch.arange(4, out=out), lambda out: torch.linspace(0, 3, 4, out=out)])
+def test_what_is_made_in_order_keeps_the_shape_of_where_it_is_written(card_with_values: str, write: Any) -> None:
+    whole = torch.zeros(2, 3, device="cuda")
+    part = whole[:, 1:]
+    # By way of a tensor in one piece.
+    assert made(lambda: write(part)) == [16]
+    assert part.shape == (2, 2)
+    assert made(lambda: write(torch.zeros(4, device="cuda")))[1:] == []
+    grown = torch.empty(0, device="cuda")
+    write(grown)
+    assert grown.shape == (4,)
+    if "real" in card_with_values:
+        assert grown.tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert whole.tolist() == [[0.0, 0.0, 1.0], [0.0, 2.0, 3.0]]
+
+
+def test_asarray_copies_where_it_shall_and_only_there() -> None:
+    x = torch.ones(3, device="cuda")
+    assert torch.asarray(x).data_ptr() == torch.asarray(x, copy=False).data_ptr() == x.data_ptr()
+    assert made(lambda: torch.asarray(x, copy=True)) == [12]
+    with pytest.raises(ValueError, match="can't alias tensor with dtype 'Float' into dtype 'Double'"):
+        torch.asarray(x, dtype=torch.float64, copy=False)
+    with pytest.raises(ValueError, match="can't alias tensor from device 'cuda:0' to 'cpu'"):
+        torch.asarray(x, device="cpu", copy=False)
+
+
+def test_no_whole_numbers_are_drawn_as_shares() -> None:
+    with pytest.raises(NotImplementedError, match="\"check_uniform_bounds\" not implemented for 'Long'"):
+        torch.rand(3, dtype=torch.int64, device="cuda")
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_go_backward_again(kind: Any) -> None:
+    layer = kind(4, 5, num_layers=2).cuda()
+    x = torch.randn(3, 2, 4, device="cuda", requires_grad=True)
+    out, _ = layer(x)
+    for _ in range(2):
+        out.sum().backward(retain_graph=True)
+    first = x.grad
+    assert first is not None
+    out.sum().backward()
+    assert torch.allclose(first, x.grad)  # type: ignore[arg-type]
+
+
+def test_indices_and_offsets_of_bags_become_of_one_type() -> None:
+    weight, shares = torch.randn(9, 4, device="cuda", requires_grad=True), torch.rand(6, device="cuda").requires_grad_()
+    indices = torch.randint(9, (6,), device="cuda", dtype=torch.int32)
+    offsets = torch.tensor([0, 3], device="cuda")
+
+    def bags() -> torch.Tensor:
+        return F.embedding_bag(indices, weight, offsets, mode="sum", per_sample_weights=shares)
+
+    narrow = made(bags)
+    bags().sum().backward()
+    assert weight.grad is not None
+    indices = indices.long()
+    # The indices' copy comes first.
+    assert narrow == [48, *made(bags)]
+
+
+def test_ctc_takes_one_sequence_with_lengths_of_no_dimension() -> None:
+    scores = torch.randn(50, 20, device="cuda").log_softmax(1)
+    loss = F.ctc_loss(scores, torch.randint(1, 20, (30,), device="cuda"), torch.tensor(50), torch.tensor(30))
+    assert loss.shape == ()
 
 
 @pytest.mark.parametrize("card_with_values", ["T4,values=real"], indirect=True)

@@ -183,13 +183,15 @@ class Namer:
         return attribute_labels(holder)
 
     def _is_in_pandas(self, parent: int, holder: Any) -> bool:
-        """Whether it is pandas' own, or one of the containers in which that keeps its columns."""
+        """Whether it is pandas' own, or one of the containers in which that keeps its columns (by whichever way it was found)."""
+        if arrays.is_of_pandas(holder):
+            return True
+        if not (is_a(holder, (tuple, dict)) or arrays.is_of_objects(holder)):
+            return False
         above = self._parent.get(parent, -1)
-        return arrays.is_of_pandas(holder) or (
-            above >= 0
-            and (is_a(holder, (tuple, dict)) or arrays.is_of_objects(holder))
-            and arrays.is_of_pandas(self._walk.objects[above])
-        )
+        while above >= 0 and is_a(self._walk.objects[above], (tuple, dict)):
+            above = self._parent.get(above, -1)
+        return above >= 0 and arrays.is_of_pandas(self._walk.objects[above])
 
     def _default_arguments(self, parent: int, holder: Any) -> dict[int, str]:
         """Of the tuple or dictionary that a function has its default arguments in."""

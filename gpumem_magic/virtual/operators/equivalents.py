@@ -499,7 +499,7 @@ def _embedding_bag(
         bags = torch.searchsorted(starts, torch.arange(indices.numel(), dtype=starts.dtype), right=True) - 1
     # (On a device the last offset, which begins no bag, has a size, too, which nobody reads.)
     sizes = F.pad(sizes, (0, offsets.numel() - sizes.numel()))
-    return out, bags.to(indices.dtype), sizes, highest
+    return out, bags.to(torch.promote_types(indices.dtype, offsets.dtype)), sizes, highest
 
 
 # ---- SyncBatchNorm: statistics of each channel

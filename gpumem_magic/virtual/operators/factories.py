@@ -382,6 +382,9 @@ class Factories:
         kwargs.pop("generator", None)  # a meta tensor draws nothing, and the device's generator is not the host's
         meta = self._meta(original, args, kwargs)
         name = getattr(original, "__name__", "")
+        if name == "rand" and not (meta.is_floating_point() or meta.is_complex()):
+            # (``DistributionTemplates.h``. Of `randn` the rule says so.)
+            raise NotImplementedError(f"\"check_uniform_bounds\" not implemented for '{scalar_name(meta.dtype)}'")
         with self._engine.uninterrupted, self._engine.lock, origin(self._origin()):
             made = self._engine.wrap(meta, index, name)
             if name == "randperm":

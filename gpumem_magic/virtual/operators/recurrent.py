@@ -224,6 +224,21 @@ def _views(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.
     return [buffer.narrow(0, places[index], one.numel()).view(one.shape) for index, one in enumerate(weights)]
 
 
+def _is_no_reserve(engine: Engine, args: Any, kwargs: Any) -> bool:
+    return args[0].dim() != 1 or args[0].dtype != torch.uint8
+
+
+@special(_aten.clone.default, plain=_is_no_reserve, by_looks=True)
+def _clone(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A backward that may come again (`retain_graph=True`) is given a copy of the reserve: where the host computes, what was kept
+    for its gradient goes with that."""
+    out = engine.run(func, args, kwargs, device)
+    source, copy = (engine.table.find(one.untyped_storage()) for one in (args[0], out))
+    if source is not None and copy is not None:
+        copy.kept = source.kept
+    return out
+
+
 def _flat_buffer(weights: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The buffer that holds all weights and nothing else, if they lie in one."""
     storage = weights[0].untyped_storage()

@@ -127,9 +127,19 @@ def _shortened(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
 @special(_aten._embedding_bag.default, _aten._embedding_bag_forward_only.default)
 def _bag(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The bags' sizes first, then which bag each index is in, then the result."""
+    args = _of_one_type(engine, args)
     out = engine.fake_call(func, args, kwargs)
     engine.settle((out[2], out[1], out[0], out[3]))
     return out
+
+
+def _of_one_type(engine: Engine, args: Any) -> Any:
+    """With indices and offsets that are of one type (`promoteIndicesAndOffsets` in ``EmbeddingBag.cpp``)."""
+    first, indices, offsets, *rest = args
+    if indices.dtype == offsets.dtype:
+        return args
+    with pushed(engine.mode):
+        return (first, indices.long(), offsets.long(), *rest)
 
 
 @special(_aten._embedding_bag_dense_backward.default)
@@ -146,6 +156,7 @@ def _bag_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
 @special(_aten._embedding_bag_backward.default)
 def _bag_by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """One function for host and CUDA (``EmbeddingBag.cpp``), which calls the kernel of the dense gradient."""
+    args = _of_one_type(engine, args)
     gradient, indices, _, bags, sizes, highest, rows, by_frequency, mode, sparse, *rest = args
     if sparse:
         return engine.run(func, args, kwargs, device)
