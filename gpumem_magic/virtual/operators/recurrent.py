@@ -225,7 +225,7 @@ def _views(buffer: torch.Tensor, weights: Sequence[torch.Tensor]) -> list[torch.
 
 
 def _is_no_reserve(engine: Engine, args: Any, kwargs: Any) -> bool:
-    return args[0].dim() != 1 or args[0].dtype != torch.uint8
+    return bool(args[0].dim() != 1 or args[0].dtype != torch.uint8)
 
 
 @special(_aten.clone.default, plain=_is_no_reserve, by_looks=True)
