@@ -122,6 +122,7 @@ CASES: dict[str, Callable[[str], Any]] = {
     "gradients of copies": lambda d: gradients(d, lambda n, w: n.transpose(1, 2).contiguous().transpose(1, 2).contiguous()),
     "gradients of parts": lambda d: gradients(d, lambda n, w: torch.stack([one.sum() for one in n.relu().unbind()])),
     "a leaf's gradient": lambda d: leaf(d),
+    "a nested gradient": lambda d: from_a_nested_gradient(d),
 }  # fmt: skip
 
 
@@ -138,6 +139,13 @@ def leaf(device: str) -> Any:
     made_there = nested(device, requires_grad=True)
     (made_there * 3).to_padded_tensor(0.0).sum().backward()
     return [made_there.requires_grad, made_there.is_leaf, made_there.grad]
+
+
+def from_a_nested_gradient(device: str) -> Any:
+    made_there = nested(device, requires_grad=True)
+    out = made_there * 3
+    out.backward(torch.ones_like(out))
+    return made_there.grad
 
 
 def described(value: Any) -> Any:

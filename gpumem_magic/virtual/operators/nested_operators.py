@@ -349,7 +349,8 @@ def _values(nested: NestedOnDevice) -> torch.Tensor:
 
 def _of_the_buffer(name: str) -> Callable[..., Any]:
     def rule(nested: NestedOnDevice, *args: Any, **kwargs: Any) -> Any:
-        return getattr(nested.buffer, name)(*(one.buffer if _is_nested(one) else one for one in args), **kwargs)
+        named = {key: one.buffer if _is_nested(one) else one for key, one in kwargs.items()}
+        return getattr(nested.buffer, name)(*(one.buffer if _is_nested(one) else one for one in args), **named)
 
     return rule
 
