@@ -151,9 +151,11 @@ def _writes_each_element(func: Any) -> bool:
     name = func._schema.name
     if not name.endswith("_") or name.endswith("__"):
         return False
-    overload = func._schema.overload_name or "default"
-    plain = getattr(getattr(_aten, name[:-1].partition("::")[2], None), overload, func)
-    return torch.Tag.pointwise in func.tags or torch.Tag.pointwise in plain.tags
+    if torch.Tag.pointwise in func.tags or func.namespace != "aten":
+        return torch.Tag.pointwise in func.tags
+    plain = getattr(getattr(_aten, name.removeprefix("aten::")[:-1]), func._schema.overload_name or "default", None)
+    # (Some have no such operator.)
+    return type(plain) is type(func) and torch.Tag.pointwise in plain.tags
 
 
 def refuse_to_grow(func: Any, args: Any) -> None:
