@@ -153,7 +153,9 @@ def _writes_each_element(func: Any) -> bool:
         return False
     if torch.Tag.pointwise in func.tags or func.namespace != "aten":
         return torch.Tag.pointwise in func.tags
-    plain = getattr(getattr(_aten, name.removeprefix("aten::")[:-1]), func._schema.overload_name or "default", None)
+    plain: Any = getattr(
+        getattr(_aten, name.removeprefix("aten::")[:-1]), func._schema.overload_name or "default", None
+    )
     # (Some have no such operator.)
     return type(plain) is type(func) and torch.Tag.pointwise in plain.tags
 
