@@ -106,6 +106,15 @@ def test_recurrent_layers_go_backward_again(kind: Any) -> None:
     assert torch.allclose(first, x.grad)  # type: ignore[arg-type]
 
 
+def test_a_batch_norm_of_nothing_leaves_its_statistics() -> None:
+    layer = nn.BatchNorm2d(3).cuda()
+    x = torch.ones(0, 3, 2, 2, device="cuda", requires_grad=True)
+    assert made(lambda: layer(x))[:3] == [12, 12]
+    layer(x).sum().backward()
+    assert layer.weight.grad is not None
+    assert layer.running_var.tolist() == [1.0] * 3
+
+
 def test_indices_and_offsets_of_bags_become_of_one_type() -> None:
     weight, shares = torch.randn(9, 4, device="cuda", requires_grad=True), torch.rand(6, device="cuda").requires_grad_()
     indices = torch.randint(9, (6,), device="cuda", dtype=torch.int32)

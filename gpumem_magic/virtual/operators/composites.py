@@ -163,6 +163,8 @@ def batch_norm(
     enabled: bool,
 ) -> torch.Tensor:
     """cuDNN takes a plain input, or one with its channels last, and keeps that for the gradient."""
+    if not input.numel():
+        return _batch_norm_of_nothing(input, weight, bias)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
     if enabled and by_cudnn(input, weight, bias, mean, training) and not input.is_contiguous(memory_format=last):
         input = input.contiguous()
@@ -173,6 +175,18 @@ def batch_norm(
     del used_mean
     del used_deviation
     return out  # type: ignore[no-any-return]
+
+
+def _batch_norm_of_nothing(input: Any, weight: Any, bias: Any) -> torch.Tensor:
+    """No kernel runs, and statistics stay as they are (`_batch_norm_impl_index` in ``Normalization.cpp``)."""
+    kept = [input.new_empty(input.shape[1], dtype=accumulator(input.dtype)) for _ in range(2)]
+    out: torch.Tensor = input.clone()
+    if weight is not None:
+        out = out * weight[0]
+    if bias is not None:
+        out = out + bias[0]
+    del kept
+    return out
 
 
 # Since when one call multiplies an input of three dimensions and adds the bias. (The builds for the host of 1.9 to 1.11 have two
