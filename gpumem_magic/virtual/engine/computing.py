@@ -164,7 +164,7 @@ class ComputingEngine(Engine):
         if not isinstance(result, torch.Tensor):
             return result
         if result.layout is not torch.strided:
-            refuse_to_hold(f"a tensor with layout {result.layout}")
+            refuse_to_hold(f"what `{func}` makes, a tensor with layout {result.layout}", "dense (padded) tensors")
         with host_only():
             meta = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
         return self.wrap(meta, device)
