@@ -88,6 +88,10 @@ def test_a_storage_has_its_bytes() -> None:
     storage.fill_(0)
     assert x.tolist() == [0.0, 0.0]
     assert torch.cuda.memory_allocated() == before
+    with pytest.raises(NotImplementedError, match="no slices of a storage"):
+        storage[2:4]
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+        torch.ones(3, device="meta").untyped_storage().cpu()
 
 
 def test_pytorchs_finder_of_cycles_sees_virtual_tensors() -> None:

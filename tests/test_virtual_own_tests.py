@@ -131,6 +131,17 @@ def test_indices_and_offsets_of_bags_become_of_one_type() -> None:
     assert narrow == [48, *made(bags)]
 
 
+def test_no_places_are_scattered_to_in_any_order() -> None:
+    """With fewer dimensions than what they are places in."""
+    x, places = torch.ones(2, 2, device="cuda"), torch.empty(0, dtype=torch.int64, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert made(lambda: x.scatter_(0, places, x.clone()))[1:] == []
+        assert x.scatter_add(0, places, x).shape == (2, 2)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_ctc_takes_one_sequence_with_lengths_of_no_dimension() -> None:
     scores = torch.randn(50, 20, device="cuda").log_softmax(1)
     loss = F.ctc_loss(scores, torch.randint(1, 20, (30,), device="cuda"), torch.tensor(50), torch.tensor(30))

@@ -82,6 +82,8 @@ def _written_to(func: Any, target: Any) -> Any:
 
 
 def _scatter(engine: Engine, device: int, out: Any, dim: int, index: Any, source: Any, accumulate: bool) -> None:
+    if not index.numel():
+        return
     if out.dim() < 2:
         out.index_put_((index,), source, accumulate)
         return

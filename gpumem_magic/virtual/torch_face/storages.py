@@ -9,6 +9,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.refusals import CannotRun
 
 
 def install(patches: Patches, engine: Engine) -> None:
@@ -58,7 +59,8 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         """(What is saved meanwhile, as `torch.distributed.checkpoint.async_save` does, is brought to the host so.)"""
-        if original_device.__get__(self).type == "cpu" and original_device.__get__(source).type == "meta":
+        on_meta = original_device.__get__(self).type == "cpu" and original_device.__get__(source).type == "meta"
+        if on_meta and placed(source) is not None:
             source = cpu(source)
         return original_copy(self, source, non_blocking)
 
@@ -79,7 +81,14 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def getitem(self: Any, place: Any) -> Any:
         view = bytes_of(self)
-        return original_getitem(self, place) if view is None or isinstance(place, slice) else view[place].item()
+        if view is None:
+            return original_getitem(self, place)
+        if isinstance(place, slice):
+            raise CannotRun(
+                "a virtual GPU has no slices of a storage: slice a tensor that looks at it, as torch.empty(0, dtype=torch.uint8, "
+                "device=storage.device).set_(storage) does"
+            )
+        return view[place].item()
 
     def setitem(self: Any, place: Any, value: Any) -> None:
         view = bytes_of(self)
