@@ -143,7 +143,7 @@ class ExpandableHeap(Heap):
         pool.insert_unmapped(block)
         self._books.closed_segment(pool.name, size, expandable=True)
         if self.sinks:
-            self._emit("segment_unmap", begin, size, segment, self._frames_of_release(segment))
+            self._emit("segment_unmap", begin, size, segment, self._frames_of_giving_back(segment.frames))
         self._note_reserved()
         if not block.is_split:
             pool.remove_unmapped(block)

@@ -177,7 +177,9 @@ class Heap:
         if segment.size >= self._max_split:
             self._books.oversize_segments.decrease(1)
         if self.sinks:
-            self._emit("segment_free", segment.address, segment.size, segment, self._frames_of_release(segment))
+            self._emit(
+                "segment_free", segment.address, segment.size, segment, self._frames_of_giving_back(segment.frames)
+            )
         self._note_reserved()
 
     # Cutting and joining.
@@ -264,17 +266,14 @@ class Heap:
         return frames if self.stack_context != "state" else ()
 
     def _frames_of_free(self, block: CachedBlock) -> tuple[Frame, ...]:
-        if self.stack_context == "state":
-            return ()
-        if self.stacks is not None and self.stack_context == "all":
-            noted = self.stacks_at_ends.pop(block.address, None)
-            return self.stacks() if noted is None else noted
-        return block.frames
+        noted = self.stacks_at_ends.pop(block.address, None)
+        return self._frames_of_giving_back(block.frames) if noted is None else noted
 
-    def _frames_of_release(self, segment: CachedSegment) -> tuple[Frame, ...]:
+    def _frames_of_giving_back(self, taken: tuple[Frame, ...]) -> tuple[Frame, ...]:
+        """taken: those with which a block, or a segment, was taken."""
         if self.stack_context == "state":
             return ()
-        return self.stacks() if self.stacks is not None and self.stack_context == "all" else segment.frames
+        return self.stacks() if self.stacks is not None and self.stack_context == "all" else taken
 
     def _block_at(self, address: int) -> CachedBlock:
         block = self._blocks.get(address)

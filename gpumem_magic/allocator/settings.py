@@ -17,14 +17,6 @@ from gpumem_magic.units import MIB
 # PyTorch looks at the first that is set.
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-# They change speed or pinned host memory, never where a block on the device lies.
-_SWITCHES_WITHOUT_EFFECT = """
-    graph_capture_record_stream_reuse pinned_use_background_threads pinned_use_cuda_host_register release_lock_on_cudamalloc
-    release_lock_on_hipmalloc
-"""
-_WITHOUT_EFFECT = """
-    pinned_free_catch_all pinned_max_cached_size pinned_max_round_threshold pinned_reserve_segment_size_mb
-"""
 # `pinned_max_register_threads` in ``CUDAAllocatorConfig.h``.
 _MOST_THREADS = 128
 
@@ -56,13 +48,9 @@ def parse_with_notes(text: str, base: AllocatorSettings = DEFAULT_SETTINGS) -> t
         elif name == "throw_on_cudamalloc_oom":
             if _boolean(name, value):
                 notes.append("throw_on_cudamalloc_oom:True is not emulated: cached memory is released before failing.")
-        elif name in _SWITCHES_WITHOUT_EFFECT.split():
-            _boolean(name, value)
-        elif name == "pinned_num_register_threads":
-            threads = _integer(name, value)
-            if not _power_of_two(threads) or threads > _MOST_THREADS:
-                raise ValueError(f"{name} must be a power of two up to {_MOST_THREADS}, not {value}")
-        elif name not in _WITHOUT_EFFECT.split():
+        elif name in _WITHOUT_EFFECT:
+            _WITHOUT_EFFECT[name](name, value)
+        else:
             raise ValueError(f"unknown option {name!r} in PYTORCH_CUDA_ALLOC_CONF")
     return settings, notes
 
@@ -170,6 +158,17 @@ def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+def _threads(name: str, value: str) -> int:
+    threads = _integer(name, value)
+    if not _power_of_two(threads) or threads > _MOST_THREADS:
+        raise ValueError(f"{name} must be a power of two up to {_MOST_THREADS}, not {value}")
+    return threads
+
+
+def _anything(name: str, value: str) -> str:
+    return value
+
+
 def _divisions(name: str, value: str) -> tuple[int, ...]:
     """``8`` for all intervals, or ``[256:1,512:2,>:8]``: keys are MiB; the first also fills what lies below it, and ``>``
     what lies above the last."""
@@ -215,6 +214,20 @@ _READERS: dict[str, tuple[str, Callable[[str, str], Any]]] = {
     "per_process_memory_fraction": ("memory_fraction", _fraction),
 }
 """An option's name -> the field of the settings, and what reads its value."""
+
+_WITHOUT_EFFECT: dict[str, Callable[[str, str], Any]] = {
+    **dict.fromkeys(
+        ("graph_capture_record_stream_reuse", "pinned_use_background_threads", "pinned_use_cuda_host_register",
+         "release_lock_on_cudamalloc", "release_lock_on_hipmalloc"),
+        _boolean,
+    ),
+    "pinned_num_register_threads": _threads,
+    **dict.fromkeys(
+        ("pinned_free_catch_all", "pinned_max_cached_size", "pinned_max_round_threshold", "pinned_reserve_segment_size_mb"),
+        _anything,
+    ),
+}  # fmt: skip
+"""What reads the values of options that change speed or pinned host memory, never where a block on the device lies."""
 
 
 def settings_to_dict(settings: AllocatorSettings, text: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from operator import mul
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import FilledPart
 from gpumem_magic.owners.model import Held
+from gpumem_magic.units import human
 
 
 def positions_used(scene: Scene, held: Iterable[Held]) -> tuple[int, int] | None:
@@ -26,6 +27,13 @@ def positions_used(scene: Scene, held: Iterable[Held]) -> tuple[int, int] | None
         found += partly
     rooms = {room for room, _ in found}
     return (rooms.pop(), max(used for _, used in found)) if len(rooms) == 1 else None
+
+
+def with_less_room(nbytes: int, filled: tuple[int, int], them: str) -> str:
+    """What would be taken by tensors that were made for the positions in use. filled: as `positions_used` gives it. them: their
+    pronoun."""
+    room, used = filled
+    return f"Made for {used:,}, {them} would take {human(nbytes * used // room)}."
 
 
 def _reached(parts: Sequence[FilledPart], shape: tuple[int, ...]) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpumem_magic.causes.filled import positions_used
+from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, told
 from gpumem_magic.owners.model import Held, size_of
@@ -178,7 +178,7 @@ def alike_buffers(scene: Scene) -> Iterator[Cause]:
                 room, used = filled
                 remedy = (
                     f"The program writes to it, so each layer needs its own: {used:,} of {room:,} positions were written to. "
-                    f"Made for {used:,}, they would take {human(size_of(its) * used // room)}."
+                    + with_less_room(size_of(its), filled, "they")
                 )
         yield Cause(
             "alike_buffers",

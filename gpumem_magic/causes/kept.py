@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
-from gpumem_magic.causes.filled import positions_used
+from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.causes.sized import asked_for_room
@@ -275,8 +275,8 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
         f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
         f"{counted(len(cached), 'tensor')}, {_for_what(positions, filled)}"
         f"{'; it grows by `torch.cat`, which copies it, a layer at a time, at each new token' if grows else ''}.",
-        _with_less_room(cached, filled)
-        + f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
+        f"{_with_less_room(cached, filled)}"
+        f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "
         f"{'shorter `max_cache_len`, a ' if positions else ''}smaller batch, a quantized cache or fewer key-value heads make it "
         "smaller.",
         size_of(cached),
@@ -287,8 +287,7 @@ def _with_less_room(cached: Iterable[Allocation], filled: tuple[int, int] | None
     """What a cache would take that was made for the positions in use."""
     if filled is None or filled[0] <= _ROOMY * filled[1]:
         return ""
-    room, used = filled
-    return f"Made for {used:,}, it would take {human(size_of(cached) * used // room)}. "
+    return f"{with_less_room(size_of(cached), filled, 'it')} "
 
 
 def _for_what(positions: int, filled: tuple[int, int] | None) -> str:

@@ -7,6 +7,7 @@ Kept are the looks of the parts, and where they began; what cannot be told so is
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ ASSIGN = _COPIES | _BY_LIST | _BY_INDICES
 # Smaller ones are nobody's trouble, and of more parts nobody keeps account.
 _LEAST = MIB
 _MOST = 20_000
+# What is kept of one that cannot be told so, or was assigned to as a whole.
+_NOT_TOLD: dict[Any, set[int]] = {}
 
 
 def note(find: Callable[[Any], Placement | None], known: Callable[[Any], Any], func: Any, args: Any) -> None:
@@ -34,7 +37,7 @@ def note(find: Callable[[Any], Placement | None], known: Callable[[Any], Any], f
     if not isinstance(target, VirtualTensor) or target.layout is not torch.strided:
         return
     placement = find(target.untyped_storage())
-    if placement is None or placement.nbytes < _LEAST or placement.filled is None:
+    if placement is None or placement.nbytes < _LEAST or placement.filled is _NOT_TOLD:
         return
     sizes, strides, offset = list(target.size()), target.stride(), target.storage_offset()
     if func in _BY_LIST:
@@ -46,19 +49,22 @@ def note(find: Callable[[Any], Placement | None], known: Callable[[Any], Any], f
     for dim, index in given.items():
         span = _span(known, index)
         if span is None:
-            placement.filled = None
+            placement.filled = _NOT_TOLD
             return
         first, last = (one + sizes[dim] if one < 0 else one for one in span)
         offset += first * strides[dim]
         sizes[dim] = last - first + 1
     part = tuple(map(int, sizes)), tuple(map(int, strides))
-    count = 1
-    for size in part[0]:
-        count *= size
+    if placement.filled is None:
+        placement.filled = {}
     starts = placement.filled.setdefault(part, set())
     starts.add(int(offset))
-    if count * target.element_size() >= placement.nbytes or len(starts) > _MOST or len(placement.filled) > _MOST:
-        placement.filled = None
+    if (
+        prod(part[0]) * target.element_size() >= placement.nbytes
+        or len(starts) > _MOST
+        or len(placement.filled) > _MOST
+    ):
+        placement.filled = _NOT_TOLD
 
 
 def _span(known: Callable[[Any], Any], index: Any) -> tuple[int, int] | None:

@@ -151,8 +151,10 @@ def _writes_each_element(func: Any) -> bool:
     name = func._schema.name
     if not name.endswith("_") or name.endswith("__"):
         return False
-    if torch.Tag.pointwise in func.tags or func.namespace != "aten":
-        return torch.Tag.pointwise in func.tags
+    if torch.Tag.pointwise in func.tags:
+        return True
+    if func.namespace != "aten":
+        return False
     plain: Any = getattr(
         getattr(_aten, name.removeprefix("aten::")[:-1]), func._schema.overload_name or "default", None
     )

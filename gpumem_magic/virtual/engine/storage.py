@@ -31,7 +31,7 @@ class Placement:
     guessed, and whether one came from the user. module: the `id` of the module whose result it is, where compiled code made it;
     else 0. overwritten: what PyTorch says to who uses it, where a later run of a CUDA graph has taken its memory; else "".
     few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
-    filled: the parts that the program assigned to (`filled`), None where these are not known, or all of it;
+    filled: the parts that the program assigned to (`filled`), none where these are not known, or all of it, None before;
     and once: along what no index is twice (`few`). among, share: among how many each element was chosen, and which share of the
     elements is not zero (`shares`).
     """
@@ -59,7 +59,7 @@ class Placement:
         self.once: Any = None
         self.among: int | None = None
         self.share: Fraction | None = None
-        self.filled: dict[Any, set[int]] | None = {}
+        self.filled: dict[Any, set[int]] | None = None
 
     def put(self, twin: Any) -> None:
         """From now on that is the twin."""

@@ -86,12 +86,10 @@ _MOST_LOOKS = 10_000
 _empty_strided = torch.empty_strided
 
 
-def _array_of(data: Any, given: dict[str, Any]) -> Any:
-    """`torch.asarray` of a tensor, with `copy=True` or `copy=False` (``tensor_new.cpp``)."""
+def _itself(data: Any, given: dict[str, Any]) -> Any:
+    """`torch.asarray` of a tensor with `copy=False`, which refuses what would be a copy (``tensor_new.cpp``)."""
     device = torch.device(data.device if given.get("device") is None else given["device"])
-    dtype, requires_grad = given.get("dtype") or data.dtype, given.get("requires_grad", False)
-    if given["copy"]:
-        return data.detach().to(device, dtype, copy=True).requires_grad_(requires_grad)
+    dtype = given.get("dtype") or data.dtype
     if device.type != data.device.type or device.index not in (None, data.device.index):
         raise ValueError(f"can't alias tensor from device '{data.device}' to '{device}'.")
     if dtype != data.dtype:
@@ -493,12 +491,13 @@ class Factories:
         dtype = kwargs.get("dtype")
         requires_grad = kwargs.get("requires_grad", False)
         if isinstance(data, VirtualTensor):
-            if getattr(original, "__name__", "") == "asarray" and kwargs.get("copy") is not None:
-                return _array_of(data, kwargs)
+            copy = kwargs.get("copy")
+            if copy is False:
+                return _itself(data, kwargs)
             if kwargs.get("device") is not None and index is None:
                 return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
             target = data.device if index is None else cuda(index)
-            if getattr(original, "__name__", "") in ("as_tensor", "asarray"):
+            if getattr(original, "__name__", "") in ("as_tensor", "asarray") and not copy:
                 return data.to(target, dtype or data.dtype)
             return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
         host_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_RESULT}

@@ -25,18 +25,19 @@ def install(patches: Patches, engine: Engine) -> None:
     original_fill = kind.fill_
 
     def placed(storage: Any) -> Any:
+        """Where a storage lies on a device; None for others. (C++ was told that those of devices are on meta.)"""
+        if original_device.__get__(storage).type != "meta":
+            return None
         with engine.lock:
             return engine.table.find(storage)
 
     def device(self: Any) -> torch.device:
-        plain: torch.device = original_device.__get__(self)
-        if plain.type != "meta":
-            return plain
         place = placed(self)
+        plain: torch.device = original_device.__get__(self)
         return plain if place is None else torch.device("cuda", place.device)
 
     def data_ptr(self: Any) -> int:
-        place = placed(self) if original_device.__get__(self).type == "meta" else None
+        place = placed(self)
         return original_address(self) if place is None else int(place.address)
 
     def cuda(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
@@ -49,7 +50,7 @@ def install(patches: Patches, engine: Engine) -> None:
         return made.untyped_storage()
 
     def cpu(self: Any) -> Any:
-        if original_device.__get__(self).type != "meta" or placed(self) is None:
+        if placed(self) is None:
             return original_cpu(self)
         twin = engine.twin_of(self) if isinstance(engine, ComputingEngine) else None
         if twin is not None:
@@ -59,8 +60,7 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         """(What is saved meanwhile, as `torch.distributed.checkpoint.async_save` does, is brought to the host so.)"""
-        on_meta = original_device.__get__(self).type == "cpu" and original_device.__get__(source).type == "meta"
-        if on_meta and placed(source) is not None:
+        if original_device.__get__(self).type == "cpu" and placed(source) is not None:
             source = cpu(source)
         return original_copy(self, source, non_blocking)
 
@@ -75,7 +75,7 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def bytes_of(storage: Any) -> torch.Tensor | None:
         """A view of the bytes of a storage on a device; None for others."""
-        if original_device.__get__(storage).type != "meta" or placed(storage) is None:
+        if placed(storage) is None:
             return None
         return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
