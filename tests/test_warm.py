@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -80,3 +82,16 @@ def test_signals_reach_it_and_it_goes_with_whoever_asked_for_it(tmp_path: Path) 
         while is_running(run):
             assert time.monotonic() < deadline, "what was run is still there"
             time.sleep(0.01)
+
+
+@pytest.mark.parametrize("said", [0, 1, 2])
+def test_one_that_is_killed_while_it_asks_ends_nobody_else(said: int) -> None:
+    python = warm.executable()
+    name = next(word for word in Path(python).read_text().split() if word.startswith("gpumem-tests-"))
+    request = json.dumps({"argv": ["-c", "pass"], "cwd": os.getcwd(), "env": dict(os.environ)}).encode()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.connect(f"\0{name}")
+        if said:
+            socket.send_fds(connection, [b"%10d" % len(request)], [0, 1, 2])
+            connection.sendall(request if said == 2 else request[:9])
+    assert subprocess.run([python, "-c", "print(7)"], capture_output=True, check=True).stdout == b"7\n"

@@ -156,7 +156,11 @@ def _serve(name: str) -> dict[str, Any] | None:
         for key, _ in waiting.select():
             if key.fileobj is listening:
                 connection, _ = listening.accept()
-                request, files = _received(connection)
+                try:
+                    request, files = _received(connection)
+                except ConnectionError:
+                    connection.close()
+                    continue
                 process = os.fork()
                 if not process:
                     signal.set_wakeup_fd(-1)
@@ -172,7 +176,9 @@ def _serve(name: str) -> dict[str, Any] | None:
                     os.close(file)
                 clients[process] = connection
                 waiting.register(connection, selectors.EVENT_READ, process)
-                connection.sendall(b"%d\n" % process)
+                # (Where whoever asked is gone by now, that is read next.)
+                with suppress(OSError):
+                    connection.sendall(b"%d\n" % process)
             elif key.fileobj is wakes:
                 wakes.recv(4096)
             elif key.fileobj is sys.stdin.buffer:
@@ -187,10 +193,19 @@ def _serve(name: str) -> dict[str, Any] | None:
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """A request, and the three files that came with it. Raises ConnectionError where whoever asks is gone before all of it came:
+    a launcher ends its other processes when one fails, also those that have only begun."""
     length, files, _, _ = socket.recv_fds(connection, 10, 3)
     text = b""
-    while len(text) < int(length):
-        text += connection.recv(int(length) - len(text))
+    while length and len(text) < int(length):
+        part = connection.recv(int(length) - len(text))
+        if not part:
+            break
+        text += part
+    if not length or len(text) < int(length):
+        for file in files:
+            os.close(file)
+        raise ConnectionError("whoever asked is gone")
     return json.loads(text), files
 
 
