@@ -114,6 +114,9 @@ class FakeMachine:
     def filled_parts(self) -> dict[tuple[int, int], tuple[FilledPart, ...]]:
         return {}
 
+    def rewritten(self) -> dict[tuple[int, int], int]:
+        return {}
+
     def put(self, tensor: Any, device: int = 0, origin: str | None = None) -> int:
         """Gives a tensor of the host an allocation of its size."""
         address = self.devices[device].alloc(tensor.numel() * tensor.element_size(), origin)

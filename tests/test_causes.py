@@ -1544,6 +1544,11 @@ GUILTY += [
     ),
     Case("alike_buffers", (CACHES, "for layer in caches:\n    layer(x)"), "each layer needs its own"),
 ]
+SECOND = (
+    "import copy\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+    "model = net(1024, 6)\noptimizer = torch.optim.Adam(model.parameters())\nx = torch.randn(8, 1024, device='cuda')\n"
+    "def step(model):\n    model(x).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\nstep(model)"
+)
 GUILTY += [
     Case("weights_multiplied", (ADAPTERS, "adapted(x).pow(2).mean().backward()"), "`x @ self.b.T @ self.a.T`"),
     Case(
@@ -1571,6 +1576,45 @@ GUILTY += [
             "half = copy.deepcopy(model).half()\nx = mib(16)",
         ),
         "`half` keeps a second copy of the weights",
+    ),
+    # Averages of the weights, which each iteration follows: the host is no place for them.
+    Case(
+        "second_copy",
+        (
+            SECOND,
+            "shadow = {name: p.detach().clone() for name, p in model.named_parameters()}\n"
+            "for _ in range(4):\n    step(model)\n    for name, p in model.named_parameters():\n"
+            "        shadow[name].mul_(0.9).add_(p.data, alpha=0.1)",
+        ),
+        "It follows the weights. On the host (`.cpu()`) it would take nothing here",
+    ),
+    Case(
+        "second_copy",
+        (
+            SECOND,
+            "averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))\n"
+            "for _ in range(4):\n    step(model)\n    averaged.update_parameters(model)",
+        ),
+        "It follows the weights. On the host (`.cpu()`) it would take nothing here",
+    ),
+    Case(
+        "second_copy",
+        (
+            SECOND,
+            "reference = copy.deepcopy(model)\n"
+            "for _ in range(4):\n    step(model)\n    with torch.no_grad():\n        reference(x)",
+        ),
+        "It runs, too. In bfloat16 (`reference.bfloat16()`, and what it is given) it would take half of that",
+    ),
+    # The best of several epochs.
+    Case(
+        "built_beside",
+        (
+            SECOND,
+            "for _ in range(3):\n    step(model)\n    best = copy.deepcopy(model.state_dict())\n"
+            "    states = copy.deepcopy(optimizer.state_dict())",
+        ),
+        "Copy them to the host (`.cpu()`): the peak would be 136 MiB",
     ),
     # What a lambda does where it is called.
     Case(

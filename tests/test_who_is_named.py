@@ -87,10 +87,76 @@ def test_copies_of_gradients_are_no_weights(book: Notebook) -> None:
         book.cell(LAYERS)
         report = book.measured(f"{TRAIN}kept = [p.grad.clone() for p in model.parameters()]")
         assert report.checkpoints[-1].categories["parameters"] == WEIGHTS
+        assert report.checkpoints[-1].categories["gradients"] == 2 * WEIGHTS
         report = book.measured(
             "model.zero_grad()\nkept = torch.autograd.grad(model(torch.randn(8, 1024, device='cuda')).sum(), model.parameters())"
         )
     assert report.checkpoints[-1].categories["parameters"] == WEIGHTS
+
+
+STEPPED = (
+    LAYERS
+    + "optimizer = torch.optim.Adam(model.parameters())\n"
+    + TRAIN
+    + "optimizer.step()\nmodel.zero_grad()\nimport copy\n"
+)
+MOMENTS = 2 * WEIGHTS
+"""Of a step before: each weight has two."""
+
+
+@pytest.mark.parametrize(
+    ("copy", "size", "dtype"),
+    [
+        ("copy.deepcopy(optimizer.state_dict())", MOMENTS, "float32"),
+        ("copy.deepcopy(optimizer.state_dict()['state'])", MOMENTS, "float32"),
+        ("[{k: v.clone() for k, v in one.items()} for one in optimizer.state.values()]", MOMENTS, "float32"),
+        ("[one['exp_avg'].detach().clone() for one in optimizer.state.values()]", MOMENTS // 2, "float32"),
+        ("[one['exp_avg'].to(torch.bfloat16) for one in optimizer.state.values()]", MOMENTS // 4, "bfloat16"),
+    ],
+)
+def test_a_copy_of_states_is_optimizer_state(book: Notebook, copy: str, size: int, dtype: str) -> None:
+    with book.forgetting():
+        book.cell(STEPPED)
+        report = book.measured(f"kept = {copy}")
+        before, after = report.checkpoints[0].categories, report.checkpoints[-1].categories
+        # (Adam counts its steps in a number of each state's, on the host.)
+        assert (after["optimizer_state"] or 0) - (before["optimizer_state"] or 0) == size
+        assert after["activations"] == before["activations"]
+        kept = [one for one in report.tensors(at=report.checkpoints[-1]) if one.kept_by.startswith("kept")]
+        assert {one.dtype for one in kept} == {dtype}
+        later = book.measured("z = torch.zeros(1, device='cuda')")
+    assert later.checkpoints[-1].categories["optimizer_state"] == after["optimizer_state"]
+
+
+def test_what_is_copied_as_bytes_looks_as_what_it_is_a_copy_of(book: Notebook) -> None:
+    with book.forgetting():
+        book.cell("import copy\nx = torch.randn(1024, 2048, device='cuda')")
+        report = book.measured("y = copy.deepcopy({'x': x})")
+    assert "one (1024, 2048) float32 tensor" in report.answer
+
+
+def test_states_that_were_loaded_are_optimizer_state(book: Notebook) -> None:
+    loaded = "kept = {'epoch': 1, 'optimizer': {'state': {0: {'exp_avg': torch.ones(1024, 1024).cuda()}}, 'param_groups': [{}]}}"
+    with book.forgetting():
+        report = book.measured(loaded)
+    assert report.checkpoints[-1].categories["optimizer_state"] == 4 << 20
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        # what a forward works with
+        "def doubled(x):\n    return x @ model[0].weight.clone().t()\nout = model(torch.randn(8, 1024, device='cuda'))\n",
+        # what is gone at once
+        "total = 0\nfor p in model.parameters():\n    total += p.detach().clone().square_().sum()\n",
+    ],
+)
+def test_what_is_copied_for_a_moment_is_no_second_copy(book: Notebook, code: str) -> None:
+    with book.forgetting():
+        book.cell(LAYERS)
+        report = book.measured(code)
+    assert all((row.categories["parameters"] or 0) <= WEIGHTS for row in report.checkpoints)
+    assert (report.peak.categories["parameters"] or 0) <= WEIGHTS
 
 
 def test_other_dictionaries_are_no_weights(book: Notebook) -> None:

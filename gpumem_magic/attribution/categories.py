@@ -6,13 +6,13 @@ death), "stack" (where the request came from), "inferred", or "unknown".
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.autocast import copies_of_weights
+from gpumem_magic.attribution.copied import copied_from
 from gpumem_magic.attribution.grown import grown_keys_and_values
 from gpumem_magic.attribution.owners import Roles, lives_at, owners, tenants
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
@@ -45,12 +45,13 @@ _IDENTITY = (
     ("kv_cache", "kv_cache"),
     ("buffer", "buffers"),
     ("optimizer_state", "optimizer_state"),
+    ("states", "optimizer_state"),
     ("gradient", "gradients"),
     ("weights", "parameters"),
 )
 _KNOWN_FOR_CERTAIN = frozenset({"parameter", "buffer", "gradient", "optimizer_state", "kv_cache"})
-_COPIES = frozenset({"clone", "to", "copy"})
-_OF_A_GRADIENT = re.compile(r"\.grad\b")
+OF_A_TRAINING = frozenset({"parameters", "buffers", "optimizer_state", "gradients", "kv_cache"})
+"""A copy of these counts as what was copied."""
 _HOLDING_NAMES = ("named", "output")
 _MADE = ("host_copy", "factory")
 # What makes tensors of one number: where a moving average begins.
@@ -86,7 +87,12 @@ def attribute(
     told.update({one.index: Label("workspace", "inferred") for one in stays if one.requested in sizes})
     told.update(scratch_of_kernels(log, timeline.allocations, held, map_))
     told.update(_cleared(timeline.allocations, device, spans))
-    labels = [_label(_Case.of(allocation, log, held, map_, told)) for allocation in timeline.allocations]
+    sources = copied_from(log, timeline.allocations)
+    labels: list[Label] = [UNKNOWN] * len(timeline.allocations)
+    # (What is copied is there before its copy.)
+    for one in sorted(timeline.allocations, key=lambda one: one.born):
+        of_copied = labels[sources[one.index]] if one.index in sources else None
+        labels[one.index] = _label(_Case.of(one, log, held, map_, told, of_copied))
     # Of a forward that no module did, or that nobody saw, this is all that is known.
     return [
         Label("activations", "identity") if label is UNKNOWN and one.index in saved else label
@@ -152,7 +158,7 @@ def sharing_functions(log: DeviceLog, allocation: Allocation) -> tuple[str, ...]
 @dataclass(frozen=True)
 class _Case:
     """All that the rules look at for one allocation. origin: None on a real device, which can't tell. told: what it is by what it
-    has in common with others."""
+    has in common with others. of_copied: what that is of which it is a copy."""
 
     allocation: Allocation
     roles: Roles
@@ -165,6 +171,7 @@ class _Case:
     sharing: tuple[str, ...]
     birth: Birth | None
     told: Label | None
+    of_copied: Label | None
 
     @classmethod
     def of(
@@ -174,6 +181,7 @@ class _Case:
         held: Mapping[int, Roles],
         phases: PhaseMap,
         told: Mapping[int, Label],
+        of_copied: Label | None,
     ) -> _Case:
         at_start = allocation.born < 0
         frames = () if at_start else log.events[allocation.born].frames
@@ -190,6 +198,7 @@ class _Case:
             sharing_functions(log, allocation),
             birth,
             told.get(allocation.index),
+            of_copied,
         )
 
     @property
@@ -245,18 +254,16 @@ def _identity(case: _Case) -> Label | None:
     return None
 
 
-def _copied_gradient(case: _Case) -> Label | None:
-    """A copy that the program makes of a gradient, by its own words: with a parameter's name and shape, it is no weight."""
-    birth = case.birth
-    if (
-        birth is None
-        or birth.place is None
-        or birth.operator not in _COPIES
-        or not _KNOWN_FOR_CERTAIN.isdisjoint(case.roles)
-    ):
+def _copied(case: _Case) -> Label | None:
+    """A copy that the program makes and keeps of what belongs to a model or its training: with a parameter's name and shape, that
+    of a gradient is no weight."""
+    of = case.of_copied
+    if of is None or of.category not in OF_A_TRAINING or not case.between:
         return None
-    is_one = case.between and _OF_A_GRADIENT.search(birth.place.expression)
-    return Label("gradients", "inferred", case.name) if is_one else None
+    if "input" in case.roles or not _KNOWN_FOR_CERTAIN.isdisjoint(case.roles):
+        return None
+    is_kept = case.is_named or case.allocation.freed is None or case.lives_at_next()
+    return Label(of.category, "inferred", case.name) if is_kept else None
 
 
 def _beside_weights(case: _Case) -> Label | None:
@@ -378,7 +385,7 @@ def _temporaries(case: _Case) -> Label | None:
 
 
 _RULES = (
-    _copied_gradient,
+    _copied,
     _identity,
     _summed,
     _trial,

@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import takewhile
 from operator import itemgetter
 
+from gpumem_magic.attribution.copied import copied_from
 from gpumem_magic.attribution.owners import tenants
 from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS, is_library, is_python
@@ -313,6 +314,10 @@ class Tensors:
         return tenants(self._allocations, looks)
 
     @cached_property
+    def _sources(self) -> Mapping[int, int]:
+        return copied_from(self._log, self._allocations)
+
+    @cached_property
     def _modules(self) -> Mapping[CodePlace, frozenset[int]]:
         """A place in the program -> the numbers of the modules that were at work there, as far as that was followed."""
         found: dict[CodePlace, set[int]] = defaultdict(set)
@@ -345,9 +350,11 @@ class Tensors:
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
-        if seen is not None and dtype == _BYTES and seen.dtype != _BYTES and len(shape or ()) == 1:
-            # A storage that was copied as bytes (`copy.deepcopy`), for a tensor that looks at it as something else.
-            shape, dtype = seen.shape, seen.dtype
+        source = self._sources.get(one.index)
+        if source is not None and dtype == _BYTES and self._allocations[source].requested == one.requested:
+            # A storage is copied as bytes (`copy.deepcopy`), whatever looks at it.
+            copied = self.facts(self._allocations[source])
+            shape, dtype = copied.shape, copied.dtype
         if label.name == TRIALS:
             return TensorFacts(
                 label.category,

@@ -9,11 +9,13 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import replace
 
+from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, together
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of
+from gpumem_magic.recording.model import FORWARD
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -22,7 +24,7 @@ from gpumem_magic.units import human, listed
 _LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
 _WHOLE = frozenset({"torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"})
 _PARTS = frozenset({"dict", "OrderedDict", "list", "tuple", "Tensor"})
-_COPIES = re.compile(r"deepcopy|\bclone\(")
+_COPIED = {"parameters": "the weights", "optimizer_state": "the optimizer's states"}
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
 
 
@@ -201,12 +203,24 @@ def built_beside(scene: Scene) -> Iterator[Cause]:
         line = f" (line {point.line}, `{_short(point.statement)}`)" if point is not None else ""
         kinds = {scene.labels[one.index].category for one in largest}
         its = [LABELS[name] for name in OF_A_MODEL[1:] if name in kinds]
+        code = _letting_go(scene, born)
+        way = f"{code or 'Let go of it and of its optimizer'} at the end of each turn"
+        makes, beside = "builds a model", "the one"
+        if not code and all(one.index in scene.sources for one in largest if _is_weight(scene, one)):
+            # No module has them, nor an optimizer: somebody keeps the best so far.
+            makes, beside = "copies the weights", "the copy"
+            way = "Copy them to the host (`.cpu()`)"
+            made = [
+                one for one in scene.timeline.allocations if one.index in scene.sources and one.born >= turns[0].start
+            ]
+            highest, _ = scene.highest_without(
+                one for one in made if scene.labels[one.index].category in OF_A_MODEL and _is_beside(scene, one)
+            )
         yield Cause(
             "built_beside",
-            f"Each turn of the loop builds a model{line} while the one of the turn before is still on the device: "
+            f"Each turn of the loop {makes}{line} while {beside} of the turn before is still on the device: "
             f"{human(size_of(largest))}{f' with its {listed(its)}' if its else ''}.",
-            f"{_letting_go(scene, born)} at the end of each turn: the peak would be "
-            f"{human(highest)}, not {human(scene.report.peak.allocated)}.",
+            f"{way}: the peak would be {human(highest)}, not {human(scene.report.peak.allocated)}.",
             saved,
             describes=True,
         )
@@ -218,7 +232,8 @@ def _is_weight(scene: Scene, one: Allocation) -> bool:
 
 
 def _letting_go(scene: Scene, born: int) -> str:
-    """What to type so that a model that was made from an event on, and its optimizer, are gone, by their places at the end."""
+    """What to type so that a model that was made from an event on, and its optimizer, are gone, by their places at the end; else
+    ""."""
     its = [
         one
         for one in scene.held
@@ -234,7 +249,7 @@ def _letting_go(scene: Scene, born: int) -> str:
     names = sorted(place for place in wholes | reached if place.isidentifier())
     attributes = sorted(place for place in wholes if all(map(str.isidentifier, place.split("."))) and "." in place)
     code = [f"del {', '.join(names)}"] * bool(names) + [f"{' = '.join([*attributes, 'None'])}"] * bool(attributes)
-    return f"`{'; '.join(code)}`" if code else "Let go of it and of its optimizer"
+    return f"`{'; '.join(code)}`" if code else ""
 
 
 def left_over(scene: Scene) -> Iterator[Cause]:
@@ -284,53 +299,68 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
     tensors = scene.tensors
     if scene.report.error is not None or tensors is None:
         return
-    known = scene.holdings.optimized
-    originals = {
-        kind: [
-            one
-            for one in scene.held
-            if one.kind == kind and (kind != "parameter" or (one.device, one.address) in known)
-        ]
-        for kind in ("parameter", "optimizer_state")
-    }
-    keys = {_key(one) for one in originals["optimizer_state"]}
     copies: dict[tuple[str, str], list[Held]] = {}
     for one in scene.held:
         made = scene.alive.get(one.address)
         root = scene.holdings.roots[one.roots[0]]
-        if one.kind not in ("tensor", "parameter") or (one.device, one.address) in known or root.kind != "variable":
+        learns = (one.device, one.address) in scene.holdings.optimized
+        if one.kind not in ("tensor", "parameter") or learns or root.kind != "variable" or made is None:
             continue
-        if made is not None and 0 <= made.born < scene.moment and _COPIES.search(tensors.facts(made).expression):
-            kind = "optimizer_state" if _key(one) in keys else "parameter"
-            copies.setdefault((kind, root.name), []).append(one)
-    for (kind, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
-        same = partnered(its, _look, map(_look, originals[kind]))
-        if size_of(same) < scene.part_of_peak(8) or 10 * size_of(same) < 9 * size_of(its):
-            continue
+        category = scene.labels[made.index].category
+        if made.born < scene.moment and category in _COPIED and _is_beside(scene, made):
+            copies.setdefault((_COPIED[category], root.name), []).append(one)
+    for (whose, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
+        if size_of(its) < scene.part_of_peak(8):
+            return
         spot, *others = together(spots(its))
         # (The first of many keys is no place for all.)
         place = spot.root if others or "[" in spot.place else spot.place
-        facts = tensors.facts(scene.alive[max(its, key=lambda one: one.size).address])
-        whose = "the optimizer's states" if kind == "optimizer_state" else "the weights"
+        largest = max(its, key=lambda one: one.size)
+        facts = tensors.facts(scene.alive[largest.address])
         yield Cause(
             "second_copy",
             f"{quoted(place)} keeps a second copy of {whose} on the device (line {facts.line}, "
             f"`{_short(facts.statement)}`): {human(size_of(its))}.",
-            "Where that room is wanted, copy them to the host (`.cpu()`), or to a file (`torch.save`).",
+            _instead(scene, place, largest),
             size_of(its),
             describes=True,
         )
         return
 
 
-def _key(one: Held) -> str:
-    """The last key of a place: ``exp_avg`` of ``opt.state[0]['exp_avg']``."""
-    return one.place.rpartition("[")[2].strip("]'\"") if one.place.endswith("]") else ""
+def _is_beside(scene: Scene, made: Allocation) -> bool:
+    """Whether what it was copied from, or what that was copied from, is there at the moment that the report is about, and stays
+    (``model.half()`` lets go of each weight)."""
+    source = scene.sources.get(made.index)
+    while source is not None:
+        copied = scene.timeline.allocations[source]
+        if copied.freed is None and lives_at(copied, scene.moment):
+            return True
+        source = scene.sources.get(source)
+    return False
 
 
-def _look(one: Held) -> tuple[int, ...]:
-    """(A copy may be in another type.)"""
-    return one.shape
+def _instead(scene: Scene, place: str, copy: Held) -> str:
+    """What helps against a second copy: not the host, where a model is to run."""
+    turns = len(scene.iterations)
+    follows = scene.rewritten.get((copy.device, copy.address), 0) >= max(2, turns // 2)
+    if copy.kind == "parameter" and _runs(scene, place, copy):
+        if follows or copy.dtype != "float32":
+            return ""
+        return f"It runs, too. In bfloat16 (`{place}.bfloat16()`, and what it is given) it would take half of that."
+    if follows:
+        return (
+            "It follows the weights. On the host (`.cpu()`) it would take nothing here, but each update would bring the weights "
+            "there: an update every few steps makes that cheap."
+        )
+    return "Where that room is wanted, copy them to the host (`.cpu()`), or to a file (`torch.save`)."
+
+
+def _runs(scene: Scene, place: str, copy: Held) -> bool:
+    """Whether a forward of the model was seen: under its variable's name, or as the second of its class."""
+    forwards = {span.label for span in scene.spans(FORWARD)}
+    classes = {station.type for station in copy.trail if _WHOLE.intersection(station.bases)}
+    return place in forwards or any(f"{name} (2)" in forwards for name in classes)
 
 
 def _at(place: Written | None) -> str:

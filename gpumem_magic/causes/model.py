@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from gpumem_magic.attribution.copied import copied_from
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText, Written
 from gpumem_magic.devices.base import Birth, FilledPart, Label
@@ -82,6 +83,7 @@ class Scene:
     evaluated: the addresses of the parameters of the modules in evaluation mode. left: the functions that an error left.
     deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
     statement. filled: by device and address, the parts that the program assigned to, of what it assigned to in parts.
+    rewritten: by device and address, how often it wrote to what it had made as a copy.
     """
 
     recording: Recording
@@ -107,6 +109,7 @@ class Scene:
     deleted: Mapping[str, frozenset[int]] = field(default_factory=dict)
     unread: frozenset[str] = frozenset()
     filled: Mapping[tuple[int, int], Sequence[FilledPart]] = field(default_factory=dict)
+    rewritten: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     @cached_property
     def moment(self) -> int:
@@ -128,6 +131,11 @@ class Scene:
     def births(self) -> list[tuple[int, Birth]]:
         """How allocations came to be, by the events, in order."""
         return sorted(self.recording.logs[self.device].births.items())
+
+    @cached_property
+    def sources(self) -> dict[int, int]:
+        """Index of an allocation -> that of what it was made as a copy of."""
+        return copied_from(self.recording.logs[self.device], self.timeline.allocations)
 
     @cached_property
     def alive(self) -> dict[int, Allocation]:

@@ -83,6 +83,7 @@ class Why:
         self._searches_convolutions = False
         self._reads_last_position = False
         self._filled: Mapping[tuple[int, int], tuple[FilledPart, ...]] = {}
+        self._rewritten: Mapping[tuple[int, int], int] = {}
 
     def read(self, source: str) -> None:
         """The cell's own text, before it runs."""
@@ -111,6 +112,7 @@ class Why:
                 )
                 _remember_lost(self._holdings)
                 self._filled = self._machine.filled_parts()
+                self._rewritten = self._machine.rewritten()
                 if error is not None:
                     self._left = left_functions(error)
                 everything = _without_parts(self._left.modules, dict(_modules_in(namespace)))
@@ -190,6 +192,7 @@ class Why:
                 left=self._left,
                 deleted=self._deleted,
                 filled=self._filled,
+                rewritten=self._rewritten,
             )
             causes, failures = find_causes(scene)
             self._failures += failures

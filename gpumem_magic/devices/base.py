@@ -114,6 +114,8 @@ class DeviceLog:
     settings: the allocator's, without which block sizes can't be recounted.
     births: index of an event -> how the allocation came to be, or the request that failed; of the large ones, on a virtual
     device.
+    copied: index of an alloc event -> the address, on the same device, of what it was made as a copy of (`clone`, another type, a
+    deep copy's storage); on a virtual device.
     final: the segments at the end, where these were told apart from the events, with stacks of blocks from before.
     places: what `Log.position` had answered -> the position in `events`, where events had to be left out and the two are
     not the same; None where they are.
@@ -128,6 +130,7 @@ class DeviceLog:
     places: Mapping[int, int] | None = None
     final: tuple[Segment, ...] | None = None
     births: Mapping[int, Birth] = field(default_factory=dict)
+    copied: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,10 @@ class Machine(Protocol):
     def filled_parts(self) -> Mapping[tuple[int, int], tuple[FilledPart, ...]]:
         """(device index, address) -> the parts that the program assigned to, of large tensors of which it assigned to no more.
         Empty on a real device, which does not say."""
+
+    def rewritten(self) -> Mapping[tuple[int, int], int]:
+        """(device index, address) -> how often the program has written to it in place, of what was made as a copy
+        (`DeviceLog.copied`). Empty on a real device, which does not say."""
 
     def settle(self) -> None:
         """Does the frees that wait (a virtual machine frees late), so that counters and logs are those of now."""

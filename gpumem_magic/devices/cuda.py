@@ -355,6 +355,9 @@ class CudaMachine:
     def filled_parts(self) -> Mapping[tuple[int, int], tuple[FilledPart, ...]]:
         return {}
 
+    def rewritten(self) -> Mapping[tuple[int, int], int]:
+        return {}
+
     def plain_place(self, tensor: Any) -> tuple[int, int] | None:
         place: tuple[int, int] | None = self._tensors.plain_place(tensor)
         return place

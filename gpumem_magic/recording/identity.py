@@ -373,6 +373,9 @@ class Witness:
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
                 self._add_once(place, look, "named" if tensors.is_leaf(tensor) else "output", place)
+        for place, tensor in _in_states(value, name, limit, _DEPTH):
+            for device, address in self._places(tensor):
+                self._add_once(f"{place} of states", (device, address, self._at(device)), "states", place)
         for place, key, tensor, is_certain in self._in_state_dicts(value, name, limit, _DEPTH):
             for device, address in self._places(tensor):
                 look = device, address, self._at(device)
@@ -611,6 +614,19 @@ def _tensors_in(value: Any, name: str, limit: int, depth: int) -> Iterator[Named
     for key, item in islice(pairs, limit):
         place = objects.shown(key)[:40] if objects.is_a(key, (str, int)) else objects.name_of_class(type(key))
         yield from _tensors_in(item, f"{name}[{place}]" if name else place.strip("'"), limit, depth - 1)
+
+
+def _in_states(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]:
+    """The states in what an optimizer's `state_dict()` gave, or a copy of that, or a file with it."""
+    if not objects.is_a(value, dict) or depth == 0:
+        return
+    items = dict(islice(dict.items(value), limit))
+    if objects.is_a(items.get("state"), dict) and objects.is_a(items.get("param_groups"), list):
+        yield from islice(_tensors_in(items["state"], f"{name}['state']", END_LIMIT, _DEPTH), END_LIMIT)
+        return
+    for key, item in items.items():
+        if objects.is_a(key, str):
+            yield from _in_states(item, f"{name}[{objects.shown(key)[:40]}]", limit, depth - 1)
 
 
 def _without_wrappers(name: str) -> str:

@@ -93,6 +93,7 @@ class Sighting(NamedTuple):
     role: what it was there as: "parameter", "buffer", "gradient", "optimizer_state", "kv_cache", "input" (an argument of
     the outermost forward that autograd did not compute), "named" (a variable of the cell held it), "output" (a variable of
     the cell held it, and autograd computed it), "weights" (a dictionary with a model's names and shapes held it),
+    "states" (what an optimizer's `state_dict` gave, or a copy of that, held it),
     "beside" (a list with a tensor of each weight's shape, before there were gradients) and "beside_gradients" (the same later).
     name: its name for a reader (``decoder.weight``, ``output``) or None. of: of a gradient, its parameter's address; else 0.
     """

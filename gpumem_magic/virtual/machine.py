@@ -173,6 +173,10 @@ class VirtualMachine:
         with self.engine.lock:
             return {place: parts_of(one) for place, one in self.engine.table.filled().items()}
 
+    def rewritten(self) -> Mapping[tuple[int, int], int]:
+        with self.engine.lock:
+            return self.engine.table.rewritten()
+
     @property
     def reads(self) -> Reads:
         return self.engine.reads
@@ -309,6 +313,9 @@ class VirtualMachine:
 
     def born(self, device: int, birth: Birth) -> None:
         self._devices[device].born(birth)
+
+    def copied(self, device: int, address: int, source: int) -> None:
+        self._devices[device].copied(address, source)
 
     def take_beside(self, device: int, nbytes: int) -> None:
         gpu = self._devices[device]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gpumem_magic.attribution.categories import OF_A_TRAINING
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
 from gpumem_magic.devices.base import Counters, DeviceLog, Label
 from gpumem_magic.recording.model import BACKWARD, FORWARD, RECOMPUTATION, Recording, Sighting, Span
@@ -111,10 +112,11 @@ class LiveLabels:
                 log.events[self.position],
                 log.origins.get(self.position, "compute"),
                 None if phase is None else phase.kind,
+                log.copied.get(self.position),
             )
 
-    def take(self, event: TraceEvent, origin: str, phase: str | None) -> None:
-        """The next event. phase: its kind, None outside of all."""
+    def take(self, event: TraceEvent, origin: str, phase: str | None, source: int | None = None) -> None:
+        """The next event. phase: its kind, None outside of all. source: the address of what it is a copy of."""
         if phase != self._phase:
             self._phase = phase
             if phase == BACKWARD:
@@ -124,6 +126,9 @@ class LiveLabels:
             if phase == BACKWARD and origin == "host_copy":
                 # Saved on the host by forward, mostly.
                 category = "activations"
+            copied = self._live.get(source) if source is not None and phase is None else None
+            if copied is not None and copied[2] in OF_A_TRAINING:
+                category = copied[2]
             self._live[event.address] = [event.size, 0, category, self.position]
             self._sums[category] += event.size
             if phase is None and category == NOT_YET_KNOWN and origin not in _MADE:

@@ -28,6 +28,8 @@ _ADDRESS_STEP = 1 << 40
 
 # One part in so many of what is allocated is worth noting where it came from.
 _WORTH = 1000
+# What a copy is of is told before so many further events.
+_NEWEST = 16
 # How often a glance is taken again where memory has moved meanwhile.
 _TRIES = 3
 
@@ -43,8 +45,15 @@ class VirtualLog:
         self.bell: _Bell | None = None
         self.origins: dict[int, str] = {}
         self.births: dict[int, Birth] = {}
+        self.copied: dict[int, int] = {}
         self.growing = DeviceLog(
-            device.facts, device.segments(), self.events, self.origins, dict(device.labels), births=self.births
+            device.facts,
+            device.segments(),
+            self.events,
+            self.origins,
+            dict(device.labels),
+            births=self.births,
+            copied=self.copied,
         )
 
     def position(self) -> int:
@@ -220,6 +229,15 @@ class VirtualDevice:
         """How the last allocation, or the last request that failed, came to be."""
         for log in self._logs:
             log.births[len(log.events) - 1] = birth
+
+    def copied(self, address: int, source: int) -> None:
+        """One of the newest allocations is a copy of what lies at another address."""
+        for log in self._logs:
+            last = len(log.events) - 1
+            for event in range(last, max(-1, last - _NEWEST), -1):
+                if log.events[event].address == address and log.events[event].action == "alloc":
+                    log.copied[event] = source
+                    break
 
     # ---- logs
 

@@ -37,6 +37,7 @@ from gpumem_magic.private import aten, overloads
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import (
     contractions,
+    copied,
     deterministic,
     filled,
     indexing,
@@ -105,7 +106,7 @@ from gpumem_magic.virtual.engine.overlaps import (
 )
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
-from gpumem_magic.virtual.engine.storage import StorageTable
+from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import ENGINES, OTHERWISE, VirtualTensor, is_ordinary, plainly
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
@@ -492,6 +493,8 @@ class Engine:
             sparse_handler: Callable[..., Any] = table.get(func, _no_sparse)
             return sparse_handler(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
+        if met.writes and self.table.holds_copies:
+            copied.note_written(self.table.find, args[0])
         if met.writes and is_ordinary(args[0]):
             if met.once:
                 refuse_itself(func, args)
@@ -768,6 +771,23 @@ class Engine:
         finally:
             if (failed or is_new) and self.memory.is_large(device, storage.nbytes()):
                 self.memory.born(device, self.births.of(self._under_way, self._answer, tensor, maker))
+            if not failed and is_new and self._under_way is not None:
+                source = copied.source_of(self.table.find, self._under_way)
+                if source is not None:
+                    self._is_copy(self.table.find(storage), source)
+
+    def _is_copy(self, made: Placement | None, source: Placement) -> None:
+        """The logs are told (of one device alone: an address is another's on the next)."""
+        if made is not None and made.device == source.device and self.memory.is_recorded(made.device):
+            self.table.is_copy(made)
+            self.memory.copied(made.device, made.address, source.address)
+
+    def copied(self, made: Any, source: Any) -> None:
+        """A storage that was just made has another's bytes now."""
+        with self.lock:
+            its = self.table.find(source)
+            if its is not None:
+                self._is_copy(self.table.find(made), its)
 
     def resized(self, storage: Any) -> None:
         """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""

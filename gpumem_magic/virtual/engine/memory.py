@@ -80,6 +80,9 @@ class Memory(Protocol):
     def born(self, device: int, birth: Birth) -> None:
         """How the last allocation of the device, or its last failed request, came to be."""
 
+    def copied(self, device: int, address: int, source: int) -> None:
+        """One of the newest allocations of the device is a copy of what lies at another address."""
+
     def take_beside(self, device: int, nbytes: int) -> None:
         """Memory that a library takes from the driver, beside the allocator; less than nothing is given back. Raises out of
         memory as the driver would."""

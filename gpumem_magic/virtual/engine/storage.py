@@ -33,12 +33,12 @@ class Placement:
     few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
     filled: the parts that the program assigned to (`filled`), none where these are not known, or all of it, None before;
     and once: along what no index is twice (`few`). among, share: among how many each element was chosen, and which share of the
-    elements is not zero (`shares`).
+    elements is not zero (`shares`). rewritten: how often the program wrote to it in place, if it was made as a copy; else None.
     """
 
     __slots__ = (
-        "address", "among", "device", "few", "filled", "host", "kept", "module", "nbytes", "node", "once", "overwritten", "share",
-        "supplied", "sure", "told", "twin", "watch",
+        "address", "among", "device", "few", "filled", "host", "kept", "module", "nbytes", "node", "once", "overwritten",
+        "rewritten", "share", "supplied", "sure", "told", "twin", "watch",
     )  # fmt: skip
 
     def __init__(self, device: int, address: int, nbytes: int, watch: _StorageReference, node: int) -> None:
@@ -60,6 +60,7 @@ class Placement:
         self.among: int | None = None
         self.share: Fraction | None = None
         self.filled: dict[Any, set[int]] | None = None
+        self.rewritten: int | None = None
 
     def put(self, twin: Any) -> None:
         """From now on that is the twin."""
@@ -87,6 +88,7 @@ class StorageTable:
         # Whether the allocator is in the midst of something: a signal's handler or a `__del__` may ask for figures there.
         self._at_work = False
         self.holds_overwritten = False
+        self.holds_copies = False
 
     def __len__(self) -> int:
         return len(self._placements)
@@ -98,6 +100,15 @@ class StorageTable:
     def filled(self) -> dict[tuple[int, int], dict[Any, set[int]]]:
         """By device and address, what the program assigned to parts of (see `Placement`)."""
         return {(one.device, one.address): one.filled for one in self._placements.values() if one.filled}
+
+    def is_copy(self, placement: Placement) -> None:
+        """It was made as a copy: from now on the writes to it are counted."""
+        placement.rewritten = 0
+        self.holds_copies = True
+
+    def rewritten(self) -> dict[tuple[int, int], int]:
+        """By device and address, how often what was made as a copy was written to (see `Placement`)."""
+        return {(one.device, one.address): one.rewritten for one in self._placements.values() if one.rewritten}
 
     def drain(self) -> None:
         """Frees what ended since the last time; in the midst of another call that waits for the next."""

@@ -60,8 +60,11 @@ def install(patches: Patches, engine: Engine) -> None:
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         """(What is saved meanwhile, as `torch.distributed.checkpoint.async_save` does, is brought to the host so.)"""
-        if original_device.__get__(self).type == "cpu" and placed(source) is not None:
-            source = cpu(source)
+        if placed(source) is not None:
+            if original_device.__get__(self).type == "cpu":
+                source = cpu(source)
+            else:
+                engine.copied(self, source)
         return original_copy(self, source, non_blocking)
 
     def made(cls: Any, *args: Any, **kwargs: Any) -> Any:
