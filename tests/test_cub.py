@@ -99,6 +99,13 @@ def test_the_first_of_each_key() -> None:
     assert cub(THREE, AMPERE).first_of_each(COUNT, 8, 8) == states(192 * 7, 16) + 256
 
 
+def test_elements_that_differ_take_their_values_along_by_cubs_kernel_since_2_7() -> None:
+    """As 2.9's CUDA build asks for 1,000,000 of them (`unique` with counts, `coalesce`)."""
+    assert cub(TOOLKIT_12_4, AMPERE).unique_by_key(1_000_000) == 26_111
+    assert cub(TOOLKIT_12_8, AMPERE).unique_by_key(1_000_000) == 7_167
+    assert cub(TOOLKIT_12_8, AMPERE).unique_by_key(100_000) == 1_791
+
+
 def test_a_sum_has_one_for_each_block_that_may_run() -> None:
     for capability, at_a_time in ((TURING, 4), (AMPERE, 8), (ADA, 6), (HOPPER, 8)):
         assert cub(THREE, capability).sum(COUNT) == up(4 * SM * at_a_time * 5) + 255

@@ -655,3 +655,88 @@ def test_a_compressed_batch_looks_as_on_the_host(make: str) -> None:
     for name in (*names, "values"):
         assert getattr(here, name)().shape == getattr(there, name)().shape
     assert getattr(torch.zeros(0, 4, 4, device="cuda"), make)(*block).shape == (0, 4, 4)
+
+
+FEW = 3
+INDICES, FLOATS, DOUBLES = 2 * FEW * 8, FEW * 4, FEW * 8
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "way", "expected"),
+    [
+        # What is of another type than both have in common is made anew, what is not added once is multiplied, and the lists
+        # are put one behind the other.
+        (torch.float32, torch.float64, "add", [DOUBLES, 2 * INDICES, 2 * DOUBLES]),
+        (torch.float64, torch.float32, "add", [DOUBLES, 2 * INDICES, 2 * DOUBLES]),
+        (torch.int64, torch.float32, "add", [FLOATS, 2 * INDICES, 2 * FLOATS]),
+        (torch.float16, torch.float64, "sub", [DOUBLES, DOUBLES, 2 * INDICES, 2 * DOUBLES]),
+        (torch.float32, torch.float32, "sub_", [FLOATS, 2 * INDICES, 2 * FLOATS]),
+        (torch.float64, torch.float32, "add_", [DOUBLES, 2 * INDICES, 2 * DOUBLES]),
+        (torch.float32, torch.float32, "mul_", [FEW * 8, FEW * 8, 2 * FEW * 8, 8, INDICES, FLOATS]),
+        (torch.float32, torch.float64, "mul", [FEW * 8, FEW * 8, 2 * FEW * 8, 8, INDICES, DOUBLES, DOUBLES]),
+    ],
+)
+def test_two_types_meet_in_the_one_that_holds_both(
+    ours: torch.dtype, theirs: torch.dtype, way: str, expected: list[int]
+) -> None:
+    """As PyTorch's CUDA build of 2.13 asks for."""
+    left, right = matrix("cuda").to(ours), matrix("cuda").to(theirs)
+    results = []
+    assert made(lambda: results.append(getattr(left, way)(right))) == expected
+    assert results[0].dtype == (ours if way.endswith("_") else torch.promote_types(ours, theirs))
+    assert results[0].layout is torch.sparse_coo
+
+
+def test_what_does_not_fit_the_type_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="result type float32 to output int64"):
+        matrix("cuda").long().add_(matrix("cuda"))
+
+
+def test_in_place_too_a_list_longer_than_the_places_is_summed_up() -> None:
+    places = torch.zeros(2, 9, dtype=torch.int64, device="cuda")
+    many = torch.sparse_coo_tensor(places, torch.zeros(9, device="cuda"), (3, 3), check_invariants=False)
+    asked = made(lambda: many.sub_(many))
+    assert many._nnz() <= 9
+    # The product with -1, both lists; the numbers of 18 places.
+    assert asked[:4] == [9 * 4, 2 * 18 * 8, 18 * 4, 18 * 8]
+
+
+def test_places_are_spread_over_sides_of_one() -> None:
+    column = torch.ones(5, 1).to_sparse().to("cuda")
+    results = []
+    sizes = made(lambda: results.append(torch._sparse_broadcast_to(column, (2, 5, 7))))
+    assert sizes == [2 * 5 * 7 * 4, 3 * 2 * 5 * 7 * 8, 7 * 8]
+    assert described(results[0]) == ((2, 5, 7), torch.float32, 2 * 5 * 7, 3, (2 * 5 * 7,))
+    assert not results[0].is_coalesced()
+    with pytest.raises(RuntimeError, match="must match the existing size"):
+        torch._sparse_broadcast_to(column, (4, 7))
+
+
+def test_parts_of_sums_are_summed_up_before_anything_but_their_sign_is_asked() -> None:
+    places = torch.zeros(2, 9, dtype=torch.int64, device="cuda")
+    parts = torch.sparse_coo_tensor(places, torch.zeros(9, device="cuda"), (30, 30), check_invariants=False)
+    assert not (-parts).is_coalesced()
+    assert parts.sin().is_coalesced()
+    with pytest.raises(RuntimeError, match="sin_ requires coalesced input"):
+        parts.sin_()
+    assert made(lambda: parts.neg_()) == made(lambda: parts.div_(2)) == []
+
+
+@pytest.mark.parametrize("values", ["zeros", "real"])
+def test_places_may_have_dense_dimensions(values: str) -> None:
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB" if values == "zeros" else "A100-40GB,values=real")
+    source = torch.ones(3, 4, 5, device="cuda")
+    found = []
+    sizes = made(lambda: found.append(source.to_sparse_csr(dense_dim=1)))
+    # Where something is, the sum over what is dense (its numbers as integers beside it), and where that is not nothing.
+    assert sizes[:4] == [60, 12 * 8, 60 * 8, 12]
+    assert sides(found[0]) == [(4,), (12,), (12, 5)]
+    blocks = torch.ones(4, 8, 5, device="cuda").to_sparse_bsr((2, 2), dense_dim=1)
+    assert sides(blocks) == [(3,), (8,), (8, 2, 2, 5)]
+    batch = torch.ones(2, 3, 4, 5, device="cuda").to_sparse_csc(dense_dim=1)
+    assert (batch.ccol_indices().shape, batch.values().shape) == ((2, 5), (2, 12, 5))
+
+
+def sides(matrix: torch.Tensor) -> list[tuple[int, ...]]:
+    return [tuple(part.shape) for part in (matrix.crow_indices(), matrix.col_indices(), matrix.values())]

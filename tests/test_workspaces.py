@@ -77,6 +77,20 @@ def test_a_thread_takes_the_handle_of_one_that_has_ended() -> None:
     assert torch.cuda.memory_allocated() - start == 2 * WORKSPACE
 
 
+@pytest.mark.parametrize(
+    ("version", "variable", "taken"), [("2.11", "0", True), ("2.13", "0", False), ("2.13", "1", True)]
+)
+def test_columns_with_rows_are_multiplied_without_cublas_since_2_13(
+    version: str, variable: str, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCH_DISABLE_NATIVE_JIT", variable)
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    columns, rows = torch.zeros(4, 128, 1, device="cuda"), torch.zeros(4, 1, 128, device="cuda")
+    assert (made(lambda: torch.bmm(columns, rows))[1:] == [WORKSPACE]) is taken
+    # (Rows with columns are cuBLAS's as ever.)
+    assert (made(lambda: torch.bmm(rows, columns))[1:] == []) is taken
+
+
 def test_every_stream_has_its_own() -> None:
     gpu.turn_on(KEEPS)
     a, b = squares()

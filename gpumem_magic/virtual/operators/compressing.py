@@ -40,49 +40,60 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 @special(*_COMPRESSING)
 def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, (layout, block) = args[0], _form_of(func, args, kwargs)
-    *batches, rows, columns = source.shape
+    first = 2 if layout in IN_BLOCKS else 1
+    dense = (args[first] if len(args) > first else kwargs.get("dense_dim")) or 0
+    sides = source.shape[: source.dim() - dense]
+    *batches, rows, columns = sides
     by, host = block or (1, 1), values.exact(source)
     if host is None:
         count = engine.selected("to_sparse", rows * columns // math.prod(by))
     else:
-        there = host.ne(0).reshape(-1, rows // by[0], by[0], columns // by[1], by[1]).any(-1).any(2)
-        count = int(there.sum()) // max(1, math.prod(batches))
+        tiles = host.ne(0).reshape(
+            -1, rows // by[0], by[0], columns // by[1], by[1], math.prod(source.shape[len(sides) :])
+        )
+        count = int(tiles.any(-1).any(-1).any(2).sum()) // max(1, math.prod(batches))
     if batches and not source.numel():
         return made(engine, source.shape, source.dtype, layout, count, device, block)
     with engine.scratch(device, source.numel()):
-        if block:
-            found = _by_blocks(engine, source, layout, block, count, device)
+        if block or dense:
+            found = _by_blocks(engine, source, len(batches), layout, block, count, device)
         elif batches:
-            found = _by_batches(engine, [source], [], layout, count, device)
+            found = _by_batches(engine, [source], [], len(batches), layout, count, device)
         else:
             found = _by_places(engine, [source], layout, count, device)
     return sparse_of(found, source.shape, layout)
 
 
-def _by_blocks(engine: Engine, source: Any, layout: torch.layout, block: Any, count: int, device: int) -> Any:
-    """Block by block there are a copy of the matrix, and of where something is, of which each block's sum is taken."""
-    *batches, rows, columns = source.shape
-    shape = *batches, rows // block[0], columns // block[1]
-    blocks, numbers = math.prod(shape), source.numel()
-    laid = [_placed(engine, (*shape, *block), source.dtype, device)]
-    with engine.scratch(device, numbers, blocks * _INDEX, first_out=True):
+def _by_blocks(
+    engine: Engine, source: Any, dims: int, layout: torch.layout, block: Any, count: int, device: int
+) -> Any:
+    """Block by block there are a copy of the matrix, and of where something is, of which each block's sum is taken; without
+    blocks the sum of each place that is dense. dims: of the batch."""
+    *batches, rows, columns = source.shape[: dims + 2]
+    by = block or (1, 1)
+    shape = *batches, rows // by[0], columns // by[1]
+    numbers = source.numel()
+    laid = [_placed(engine, (*shape, *block, *source.shape[dims + 2 :]), source.dtype, device) if block else source]
+    with engine.scratch(device, numbers if block else 0, math.prod(shape) * _INDEX, first_out=True):
         with engine.scratch(device, numbers * _INDEX):
             pass
         mask = [_placed(engine, shape, torch.bool, device)]
     if batches:
-        return _by_batches(engine, laid, mask, layout, count, device)
+        return _by_batches(engine, laid, mask, dims, layout, count, device)
     found = _by_places(engine, laid, layout, count, device)
     mask.clear()
     engine.table.drain()
     return found
 
 
-def _by_batches(engine: Engine, numbers: Any, mask: Any, layout: torch.layout, count: int, device: int) -> Any:
+def _by_batches(
+    engine: Engine, numbers: Any, mask: Any, dims: int, layout: torch.layout, count: int, device: int
+) -> Any:
     """All matrices of a batch as one, below each other, or side by side where it is done by columns, once each was found to have
     as many elements (`dense_to_sparse_compressed_prepare_check_mask_values_batched`). At the end each has its own list of where
-    its rows (columns) begin. numbers, mask: the matrices, and of blocks where something is, in lists that are given up."""
+    its rows (columns) begin. numbers, mask: the matrices, and of blocks where something is, in lists that are given up;
+    dims: of the batch."""
     shape, by_rows = numbers[0].shape, layout in BY_ROWS
-    dims = len(shape) - (4 if mask else 2)
     batches, (rows, columns) = shape[:dims], shape[dims : dims + 2]
     many, each = math.prod(batches), rows * columns
     joined = (many * rows, columns) if by_rows else (rows, many * columns)

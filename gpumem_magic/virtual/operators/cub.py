@@ -144,8 +144,8 @@ class Cub(NamedTuple):
         return self._of_thrust(_parts(count, 64 * 5))
 
     def unique_by_key(self, count: int) -> int:
-        """The same with a value of eight bytes each; since CUB 3.0 by its kernel, with Thrust's storage around it."""
-        if self.version < _THREE:
+        """The same with a value of eight bytes each; since CUB 2.7 by its kernel, with Thrust's storage around it."""
+        if self.version < _LONG_OFFSETS_BY_KEY:
             return self.unique(count)
         threads, items = self._run_policy(8, 8)
         return self._of_thrust(_parts(count, threads * items))

@@ -35,8 +35,8 @@ _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
 # Solving factorized the transposed matrix before, which needs no copy (`_linalg_solve_ex_out` in ``BatchLinearAlgebra.cpp``). So
-# does 2.8; an H100 with 2.11 does not, nor 2.13 (pull request 154983). Of 2.9 and 2.10 it is not known.
-_SOLVED_AS_IT_IS_FROM = (2, 9)
+# do 2.8 and 2.9 (its CUDA build); an H100 with 2.11 does not, nor 2.13 (pull request 154983). Of 2.10 it is not known.
+_SOLVED_AS_IT_IS_FROM = (2, 10)
 # (2.10 can, but may still take MAGMA.)
 _EIG_BY_CUSOLVER_FROM = (2, 11)
 
@@ -635,10 +635,9 @@ _WITH_VECTORS = (_aten.linalg_eig.default, _aten.linalg_eig.out)
 @special(*_WITH_VECTORS, _aten._linalg_eigvals.default, _aten.linalg_eigvals.out)
 def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """MAGMA worked on the host. cuSOLVER makes complex results apart, from real ones where the matrices are real, and they are
-    copied into those that are returned (`linalg_eig_out_info` in ``BatchLinearAlgebra.cpp``; recorded on an H100 with 2.11)."""
+    copied into those that are returned (`linalg_eig_out_info` in ``BatchLinearAlgebra.cpp``; recorded on an H100 with 2.11).
+    With vectors every version looks first whether all are finite (so does 2.9's CUDA build)."""
     matrices = args[0]
-    if engine.memory.torch_version(device) < _EIG_BY_CUSOLVER_FROM:
-        return engine.run(func, args, kwargs, device)
     wants_vectors = func in _WITH_VECTORS
     if wants_vectors:
         with pushed(engine.mode):
@@ -646,6 +645,8 @@ def _eig(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         _ask_for_all(engine, flags)
         del flags
         engine.table.drain()
+    if engine.memory.torch_version(device) < _EIG_BY_CUSOLVER_FROM:
+        return engine.run(func, args, kwargs, device)
     codes, is_real, rows = _batch(matrices.shape), not matrices.is_complex(), max(1, matrices.shape[-1])
     # Both are complex.
     vectors = bytes_of(matrices) * (2 if is_real else 1)

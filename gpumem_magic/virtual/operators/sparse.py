@@ -8,6 +8,7 @@ the largest possible otherwise. After `SparseCUDATensorMath.cu`, `SparseCUDATens
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ from gpumem_magic.virtual.operators.shapes import empty_like
 from gpumem_magic.virtual.operators.sparse_products import by_coordinates
 
 _INDEX_BYTES = 8
+_LINEAR = {*overloads("neg _conj_physical")}
+_NEW_PRODUCT = {_aten.mul_.Tensor: _aten.mul.Tensor, _aten.mul_.Scalar: _aten.mul.Scalar}
 
 
 class Parts(NamedTuple):
@@ -83,7 +86,7 @@ def _places(shape: Any, dims: int) -> int:
     *overloads("""
     _indices _values _nnz is_coalesced _coalesced_ sparse_dim dense_dim _dimI _dimV detach alias is_same_size sym_size sym_numel
     sym_stride sym_storage_offset _sparse_coo_tensor_with_dims_and_tensors zeros_like empty_like zero_ sparse_resize_
-    sparse_resize_and_clear_ resize_as_sparse_
+    sparse_resize_and_clear_ resize_as_sparse_ _has_compatible_shallow_copy_type
 """)
 )
 def _passes(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -119,9 +122,23 @@ def _check_pair(func: Any, args: Any, kwargs: Any) -> None:
 """)
 )
 def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    old = parts(engine, args[0])
+    """Of what is there once; only what is linear is done to parts of sums (`coalesced_unary_ufunc` in
+    ``SparseUnaryOps.cpp``)."""
+    source = args[0] if func in _LINEAR else coalesced(engine, args[0], device)
+    old = parts(engine, source)
     values = func(old.values, *args[1:], **kwargs)
-    return join(empty_like(engine, old.indices, device), values, args[0].shape, args[0].is_coalesced())
+    return join(empty_like(engine, old.indices, device), values, source.shape, source.is_coalesced())
+
+
+@_sparse(
+    *overloads(
+        "abs_ sqrt_ sin_ sinh_ tan_ tanh_ asin_ atan_ expm1_ log1p_ sgn_ sign_ floor_ ceil_ round_ trunc_ erf_ relu_"
+    )
+)
+def _each_in_place(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if not args[0].is_coalesced():
+        raise RuntimeError(f"{func._schema.name.removeprefix('aten::')} requires coalesced input")
+    return args[0]
 
 
 @_sparse(_aten.pow.Tensor_Scalar)
@@ -151,6 +168,25 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return join(indices, values, source.shape, source.is_coalesced())
 
 
+@_sparse(*overloads("neg_ div_.Tensor div_.Scalar"))
+def _in_place(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The values alone."""
+    _check_pair(func, (*args, None)[:2], kwargs)
+    return args[0]
+
+
+@_sparse(_aten.mul_.Tensor, _aten.mul_.Scalar)
+def _multiply_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Of places and values of its own, which take the place of the old ones."""
+    target = args[0]
+    made = _multiply(engine, _NEW_PRODUCT[func], args, kwargs, device)
+    if made.dtype != target.dtype:
+        old = parts(engine, made)
+        made = join(old.indices, old.values.to(target.dtype), made.shape, made.is_coalesced())
+    target.data = made
+    return target
+
+
 @_sparse(_aten.mul.Tensor, _aten.mul.Scalar, _aten.div.Tensor, _aten.div.Scalar)
 def _multiply(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     _check_pair(func, args, kwargs)
@@ -173,6 +209,7 @@ def _product_of_places(engine: Engine, left: Any, right: Any, device: int) -> An
 
     ``SparseBinaryOpIntersectionCommon.h``: looked through is the one of which each place is there once, or the larger one.
     """
+    common = torch.promote_types(left.dtype, right.dtype)
     if left.is_coalesced() != right.is_coalesced():
         among, source = (left, right) if left.is_coalesced() else (right, left)
     else:
@@ -192,7 +229,9 @@ def _product_of_places(engine: Engine, left: Any, right: Any, device: int) -> An
             with engine.scratch(device, _INDEX_BYTES):
                 pass
             places = empty_like(engine, old.indices, device)
-            made = empty_like(engine, old.values, device)
+            others = (tensor for tensor in (left, right) if tensor.dtype != common)
+            with engine.scratch(device, *(parts(engine, one).values.numel() * common.itemsize for one in others)):
+                made = empty_like(engine, old.values, device, dtype=common)
         del order, numbers
         engine.table.drain()
     return join(places, made, left.shape, source.is_coalesced())
@@ -200,45 +239,80 @@ def _product_of_places(engine: Engine, left: Any, right: Any, device: int) -> An
 
 @_sparse(_aten.add.Tensor, _aten.sub.Tensor)
 def _add(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """CUDA puts the lists one behind the other; they are summed up when that makes more of them than there are places."""
     _check_pair(func, args, kwargs)
     left, right = args[:2]
     _refuse_dense(left, right)
     if not (is_sparse(left) and is_sparse(right)):
         return empty_like(engine, right if is_sparse(left) else left, device)
-    count = parts(engine, left).elements + parts(engine, right).elements
-    # What is not added once is multiplied first.
+    return _summed(
+        engine, left, right, _factor(func, args, kwargs), torch.promote_types(left.dtype, right.dtype), device
+    )
+
+
+@_sparse(_aten.add_.Tensor, _aten.sub_.Tensor)
+def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """A gradient that comes on top of another (`zero_grad(set_to_none=False)`, or several backward passes)."""
+    _check_pair(func, args, kwargs)
+    target, other = args[:2]
+    _refuse_dense(target, other)
+    if is_sparse(target):
+        indices, values = parts(engine, target)
+        target.data = _summed(engine, target, other, _factor(func, args, kwargs), target.dtype, device)
+        # (Variables of C++'s function hold the old ones to its end.)
+        del values
+        engine.table.drain()
+        del indices
+        engine.table.drain()
+    return target
+
+
+def _factor(func: Any, args: Any, kwargs: Any) -> Any:
     factor = args[2] if len(args) > 2 else kwargs.get("alpha", 1)
-    is_scaled = func is _aten.sub.Tensor or factor != 1
-    with engine.scratch(device, bytes_of(parts(engine, right).values) if is_scaled else 0):
-        made = _made(engine, left, left.shape, count, device, sure=False)
-    return _aten._coalesce.default(made) if count > left.numel() else made
+    return -factor if "sub" in func._schema.name else factor
+
+
+def _summed(engine: Engine, left: Any, right: Any, factor: Any, dtype: torch.dtype, device: int) -> Any:
+    """CUDA puts the lists one behind the other, in the type that both have in common, and sums them up when that makes more of
+    them than there are places, or when the result has another type (`add_out_sparse_cuda` in ``SparseCUDATensorMath.cu``)."""
+    common = torch.promote_types(left.dtype, right.dtype)
+    if not torch.can_cast(common, dtype):
+        name = {tensor: str(tensor).removeprefix("torch.") for tensor in (common, dtype)}
+        raise RuntimeError(f"Can't convert result type {name[common]} to output {name[dtype]}")
+    ours, theirs = parts(engine, left), parts(engine, right)
+    if not theirs.elements:
+        values = empty_like(engine, ours.values, device, dtype=dtype)
+        return join(empty_like(engine, ours.indices, device), values, left.shape, left.is_coalesced())
+    if not ours.elements:
+        places = empty_like(engine, theirs.indices, device)
+        return join(places, empty_like(engine, theirs.values, device, dtype=dtype), left.shape, right.is_coalesced())
+    count = ours.elements + theirs.elements
+    with ExitStack() as held, ExitStack() as converted:
+        for tensor, old in ((left, ours), (right, theirs)):
+            if tensor.dtype != common:
+                stack = converted if tensor is right and factor != 1 else held
+                stack.enter_context(engine.scratch(device, old.values.numel() * common.itemsize))
+        if factor != 1:
+            held.enter_context(engine.scratch(device, theirs.values.numel() * common.itemsize))
+            converted.close()
+        indices = _placed(engine, (ours.dims, count), torch.int64, device)
+        values = _placed(engine, (count, *ours.values.shape[1:]), common, device)
+        made = join(indices, values, left.shape, False)
+        del indices, values
+        if dtype != common:
+            made = _coalesce(engine, _aten._coalesce.default, (made,), {}, device)
+            ordered = parts(engine, made)
+            made = join(ordered.indices, ordered.values.to(dtype), left.shape, False)
+            del ordered
+        if parts(engine, made).elements > left.numel():
+            made = _coalesce(engine, _aten._coalesce.default, (made,), {}, device)
+        engine.table.drain()
+    return made
 
 
 def _refuse_dense(left: Any, right: Any) -> None:
     """(`add_out_sparse_cuda` in ``SparseCUDATensorMath.cu``.)"""
     if is_sparse(left) and not is_sparse(right):
         raise RuntimeError("add(sparse, dense) is not supported. Use add(dense, sparse) instead.")
-
-
-@_sparse(_aten.add_.Tensor)
-def _add_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    """A gradient that comes on top of another (`zero_grad(set_to_none=False)`, or several backward passes)."""
-    target, other = args[:2]
-    _refuse_dense(target, other)
-    if is_sparse(target):
-        count = parts(engine, target).elements + parts(engine, other).elements
-        old = parts(engine, target)
-        indices = _blank(engine, (old.dims, count), torch.int64, device)
-        values = _blank(engine, (count, *old.values.shape[1:]), target.dtype, device)
-        made = engine.fake_call(
-            _aten._sparse_coo_tensor_with_dims_and_tensors.default,
-            (old.dims, old.values.dim() - 1, target.shape, indices, values),
-            {"dtype": target.dtype, "layout": torch.sparse_coo, "device": target.device},
-        )
-        engine.fake_call(_aten.copy_sparse_to_sparse_.default, (target, made), {})
-        engine.settle(target)
-    return target
 
 
 # ---- the same elements at other places
@@ -300,6 +374,32 @@ def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     del numbers
     engine.table.drain()
     return join(indices, values, source.shape, True)
+
+
+@_sparse(_aten._sparse_broadcast_to.default)
+def _spread(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The values first; the new places are counted in one list, as long as the longest of them (`sparse_broadcast_to` in
+    ``TensorShape.cpp``)."""
+    source, shape = args
+    old, more = parts(engine, source), len(args[1]) - source.dim()
+    if more < 0:
+        raise RuntimeError("input not broadcastable to size with smaller dimensionality")
+    dims = more + old.dims
+    before = [0] * more + [*source.shape]
+    for dim in range(more, len(shape)):
+        if before[dim] not in (1, shape[dim]):
+            raise RuntimeError(
+                f"The expanded size of the tensor ({shape[dim]}) must match the existing size ({before[dim]}) at "
+                f"non-singleton dimension {dim - more}"
+            )
+    spread = [dim for dim in range(dims) if before[dim] != shape[dim]]
+    kept = [dim for dim in range(dims) if before[dim] == shape[dim]]
+    count = old.elements * math.prod(shape[dim] for dim in spread)
+    values = _placed(engine, (count, *shape[dims:]), source.dtype, device)
+    indices = _placed(engine, (dims, count), torch.int64, device)
+    with engine.scratch(device, max((shape[dim] for dim in spread), default=0) * _INDEX_BYTES):
+        is_in_order = not spread or not kept or max(kept) < min(spread)
+        return join(indices, values, shape, source.is_coalesced() and is_in_order)
 
 
 def coalesced(engine: Engine, tensor: Any, device: int) -> Any:

@@ -43,6 +43,9 @@ _OTHERS = {
 }
 # Products of matrices, which go to cuBLASLt where a program prefers it (`gemm` and `bgemm` in ``CUDABlas.cpp``).
 _OF_MATRICES = {*_WITH_BIAS, *overloads("mm bmm baddbmm mm.out bmm.out baddbmm.out addmm_ baddbmm_")}
+_PRODUCTS_OF_MANY = {*overloads("bmm")}
+# Products of many columns with as many rows are a kernel of Triton's since then, without cuBLAS (``torch/_native/ops``).
+_OUTER_BY_TRITON_FROM = (2, 13)
 _FILLS = {
     *overloads("zeros_like ones_like full_like new_zeros new_ones new_full fill_.Scalar fill_.Tensor zero_ _to_copy")
 }
@@ -129,7 +132,7 @@ class Workspaces:
 
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when such an operator has its results. Raises out of memory as the device would."""
-        if not takes_after(func):
+        if not takes_after(func) or (func in _PRODUCTS_OF_MANY and _is_by_triton(args, self._versions[device])):
             return
         self._begin(device)
         policy = self._policies.get(device) or self._decide(device)
@@ -243,6 +246,13 @@ class Workspaces:
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), (address, _) in persistent.items():
             self._free(device, address)
+
+
+def _is_by_triton(args: Sequence[Any], version: Version) -> bool:
+    """Whether each product is of one column and one row (`_bmm_outer_product_cond`)."""
+    if version < _OUTER_BY_TRITON_FROM or args[0].shape[-1] != 1 or args[0].is_complex():
+        return False
+    return bool(args[0].numel() and args[1].numel()) and os.environ.get("TORCH_DISABLE_NATIVE_JIT", "0") != "1"
 
 
 def _outside(model: GpuModel) -> FirstUses:
