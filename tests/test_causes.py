@@ -795,9 +795,22 @@ GUILTY += [
     # each keeps what it has computed
     Case("growth", (LAZY, "for one in lazy:\n    total = one.gram.sum().item()"), "(`return self.x @ self.x.T`)"),
 ]
+SECOND = (
+    "import copy\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
+    "model = net(1024, 6)\noptimizer = torch.optim.Adam(model.parameters())\nx = torch.randn(8, 1024, device='cuda')\n"
+    "def step(model):\n    model(x).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\nstep(model)"
+)
+LATER = (
+    "optimizer, other = torch.optim.SGD(model.parameters(), lr=0.1), None\n"
+    "def average(other):\n    for o, p in zip(other.parameters(), model.parameters()):\n        o.lerp_(p, 0.1)\n"
+    "for _ in range(4):\n    step(model)\n    if other is None:\n        other = copy.deepcopy(model)\n"
+    "    with torch.no_grad():\n        "
+)
 INNOCENT = [
     Case("", (SAVED, "model.load_state_dict(torch.load(file, map_location='cpu'))")),
     Case("", (SAVED, IN_FUNCTION.format(where="cpu"))),
+    # A copy that was made in an earlier turn and is still at work: it follows the weights, or runs.
+    *(Case("", (SECOND, LATER + work)) for work in ("average(other)", "other(x)")),
     # a fifth of the device is somebody else's, and most of it is free
     Case("", ("x = mib(1)", "y = mib(1)"), device="A100-40GB,idle=8GiB"),
     # each part is read again
@@ -1544,11 +1557,6 @@ GUILTY += [
     ),
     Case("alike_buffers", (CACHES, "for layer in caches:\n    layer(x)"), "each layer needs its own"),
 ]
-SECOND = (
-    "import copy\nfrom torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn\n"
-    "model = net(1024, 6)\noptimizer = torch.optim.Adam(model.parameters())\nx = torch.randn(8, 1024, device='cuda')\n"
-    "def step(model):\n    model(x).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\nstep(model)"
-)
 GUILTY += [
     Case("weights_multiplied", (ADAPTERS, "adapted(x).pow(2).mean().backward()"), "`x @ self.b.T @ self.a.T`"),
     Case(

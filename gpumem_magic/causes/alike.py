@@ -85,6 +85,19 @@ def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike |
     return Alike(birth.shape or (), len(most), sum(size for _, size in most), birth, last)
 
 
+def made_of_it(scene: Scene, alike: Alike) -> list[Birth]:
+    """What is alive and has been made of nothing but an operator's result by the rest of the same statement, number by number."""
+    row, shape = scene.start_of_row(alike.event), _any_view(alike.shape)
+    return [
+        birth
+        for event, _, birth in _alive(scene)
+        if event > alike.event
+        and scene.start_of_row(event) == row
+        and not birth.node
+        and [_any_view(its) for its, _ in birth.inputs] == [shape] == [_any_view(birth.shape or ())]
+    ]
+
+
 def _alive(scene: Scene) -> Iterator[tuple[int, int, Birth]]:
     """The event, the bytes and how it came to be, of each tensor that is alive, or that the request that failed was for."""
     births = scene.recording.logs[scene.device].births

@@ -145,7 +145,8 @@ _COVERED = {
     "map_location_missing": ("held_checkpoint",),
     "loaded_beside": ("held_checkpoint", "map_location_missing"),
     "all_pairs": ("attention_scores",),
-    "wide_loss": ("float32_copy",),
+    # (Of what no backward goes through there is less to be computed in parts.)
+    "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),

@@ -15,7 +15,7 @@ from gpumem_magic.causes.places import quoted, spots, together
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of
-from gpumem_magic.recording.model import FORWARD
+from gpumem_magic.recording.model import FORWARD, Span
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -281,6 +281,9 @@ def left_over(scene: Scene) -> Iterator[Cause]:
         and one.address in scene.alive
         and scene.tensors.facts(scene.alive[one.address]).line == facts.line
     ]
+    stays = all(one.freed is None for one in copies)
+    if stays and any(_is_in_use(scene, one, now) for one in last):
+        return
     roots = {scene.holdings.roots[number] for one in last for number in one.roots}
     names = sorted(root.name for root in roots if root.kind == "variable" and root.name.isidentifier())
     way = f"`del {', '.join(names)}` once it has done its work" if names else "Let go of it once it has done its work"
@@ -292,6 +295,14 @@ def left_over(scene: Scene) -> Iterator[Cause]:
         size_of(copies),
         describes=True,
     )
+
+
+def _is_in_use(scene: Scene, copy: Held, now: tuple[tuple[int, ...], tuple[int, ...]]) -> bool:
+    """Whether a copy has done no work that is over: it follows the weights, or runs in the turn of now, too."""
+    if scene.rewritten.get((copy.device, copy.address)):
+        return True
+    turns = (scene.turn_of(scene.start_of(one)) for one in _forwards_of(scene, copy))
+    return any(turn is not None and turn[0][0] == now[0][0] and turn[1][0] >= now[1][0] for turn in turns)
 
 
 def second_copy(scene: Scene) -> Iterator[Cause]:
@@ -344,7 +355,7 @@ def _instead(scene: Scene, place: str, copy: Held) -> str:
     """What helps against a second copy: not the host, where a model is to run."""
     turns = len(scene.iterations)
     follows = scene.rewritten.get((copy.device, copy.address), 0) >= max(2, turns // 2)
-    if copy.kind == "parameter" and _runs(scene, place, copy):
+    if copy.kind == "parameter" and _forwards_of(scene, copy):
         if follows or copy.dtype != "float32":
             return ""
         return f"It runs, too. In bfloat16 (`{place}.bfloat16()`, and what it is given) it would take half of that."
@@ -356,11 +367,11 @@ def _instead(scene: Scene, place: str, copy: Held) -> str:
     return "Where that room is wanted, copy them to the host (`.cpu()`), or to a file (`torch.save`)."
 
 
-def _runs(scene: Scene, place: str, copy: Held) -> bool:
-    """Whether a forward of the model was seen: under its variable's name, or as the second of its class."""
-    forwards = {span.label for span in scene.spans(FORWARD)}
-    classes = {station.type for station in copy.trail if _WHOLE.intersection(station.bases)}
-    return place in forwards or any(f"{name} (2)" in forwards for name in classes)
+def _forwards_of(scene: Scene, copy: Held) -> list[Span]:
+    """The forwards of the model that has a copy of the weights: under its variable's name, or as the second of its class."""
+    stations = [station for station in copy.trail if _WHOLE.intersection(station.bases)]
+    names = {station.place for station in stations} | {f"{station.type} (2)" for station in stations}
+    return [one for one in scene.spans(FORWARD) if one.label in names]
 
 
 def _at(place: Written | None) -> str:

@@ -13,6 +13,7 @@ from gpumem_magic.causes.alike import (
     behind,
     bytes_of,
     made_by,
+    made_of_it,
     reader_of_a_view,
     size_words,
 )
@@ -184,8 +185,13 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     if prod(small) >= prod(alike.shape):
         return None
     # What else has the shape is no copy of it, nor made of one: the scores that a mask is added to.
-    count = alike.types.count(birth.dtype)
-    alike = replace(alike, count=count, bytes=count * bytes_of(alike.shape, birth.dtype), types=(birth.dtype,) * count)
+    dtype = birth.dtype
+    if dtype not in alike.types:
+        # It is gone, and what the same statement made of it alone is there: ``mask.expand(…).reshape(…).float() * -1e9``.
+        dtype = next((one.dtype for one in made_of_it(scene, alike)), dtype)
+    count = alike.types.count(dtype) if dtype == birth.dtype else 1
+    size = count * bytes_of(alike.shape, dtype)
+    alike = replace(alike, count=count, bytes=size, types=(dtype,) * count, birth=birth._replace(dtype=dtype))
     told = f"{what} expands {shape_words(small)} to {shape_words(alike.shape)} and copies it: {size_words(alike)}."
     if MULTIPLIES.search(words):
         remedy = (
