@@ -200,3 +200,30 @@ def test_a_group_norm_gives_the_strides_of_one_piece_where_an_image_is_a_single_
     out = F.group_norm(image * 1.0, 2)
     assert out.stride() == (4, 1, 1, 1)
     assert F.conv2d(out, torch.zeros(3, 4, 1, 1, device="cuda")).stride() == (3, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, out: torch.add(x, x, out=out),
+        lambda x, out: torch.sin(x, out=out),
+        lambda x, out: torch.where(x > 0, x, x, out=out),
+        lambda x, out: torch.clamp(x, 0, 1, out=out),
+        lambda x, out: torch.pow(x, 2, out=out),
+        lambda x, out: torch.addcmul(x, x, x, out=out),
+    ],
+    ids=["add", "sin", "where", "clamp", "pow", "addcmul"],
+)
+def test_what_is_written_to_lies_as_the_operands_do_once_it_was_given_another_size(
+    call: Callable[..., torch.Tensor],
+) -> None:
+    """As on the host, whose kernels go through `TensorIterator` too."""
+    images = torch.ones(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    for source in (torch.ones(3, 4, 5).permute(2, 0, 1), images, torch.ones(3, 4)):
+        given, dtype = source.to("cuda"), source.dtype
+        out = torch.empty(0, dtype=dtype, device="cuda")
+        assert call(given, out) is out
+        assert out.stride() == call(source, torch.empty(0, dtype=dtype)).stride()
+        # What has that size already keeps its strides.
+        kept = torch.empty(source.shape, dtype=dtype, device="cuda")
+        assert call(given, kept).is_contiguous()

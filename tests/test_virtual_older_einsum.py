@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from asked_for import made
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.engine.contractions import in_given_order, unswapped
+from gpumem_magic.virtual.engine.contractions import in_given_order, pairwise, unswapped
 
 # Equations with shapes: of both kinds, with ellipses of different lengths, single elements, and results that are not named.
 CASES = [
@@ -31,6 +32,9 @@ CASES = [
     ("ikj,lj->lik", (2, 4, 3), (5, 3)),
     ("iij,kj->ki", (4, 4, 3), (5, 3)),
     ("...,k...->k", (2, 3), (4, 2, 3)),
+    # What is summed in one of them alone keeps the other where it is.
+    ("fdx,bd->bf", (4, 3, 2), (2, 3)),
+    ("fd,bdx->bf", (4, 3), (2, 3, 2)),
 ]
 
 
@@ -65,6 +69,49 @@ def test_the_older_product_is_told_from_todays(equation: str, left: tuple[int, .
         assert seen.address == operands[0].untyped_storage().data_ptr()
     else:
         assert older is None
+
+
+SEVERAL = [
+    ("bclhn,bhcl,bclhp->bchpn", (2, 4, 8, 3, 5), (2, 3, 4, 8), (2, 4, 8, 3, 6)),
+    ("...de,...nd,...n->...ne", (2, 3, 4, 5), (2, 3, 6, 4), (2, 3, 6)),
+    ("ab,bC,Cd,de->ea", (2, 3), (3, 4), (4, 5), (5, 6)),
+    ("zi,ai,bz", (5, 3), (2, 3), (4, 5)),
+    ("i,j,k->kji", (2,), (3,), (4,)),
+    ("ab,cb,db->dca", (2, 3), (4, 3), (5, 3)),
+]
+
+
+@pytest.mark.parametrize(("equation", "shapes"), [(equation, shapes) for equation, *shapes in SEVERAL])
+def test_several_are_multiplied_one_after_the_other(equation: str, shapes: list[tuple[int, ...]]) -> None:
+    operands = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    today = torch.einsum(equation, *operands)
+    steps = pairwise(equation, shapes)
+    assert steps is not None
+    made, *others = operands
+    for step, other in zip(steps, others, strict=True):
+        made = torch.einsum(step.equation, made, other)
+    torch.testing.assert_close(made, today)
+    older = in_given_order(equation, operands)
+    assert (older is None) != any(step.swaps for step in steps)
+    if older is not None:
+        torch.testing.assert_close(older, today)
+
+
+def test_the_products_of_three_are_copied_in_the_order_of_an_older_device() -> None:
+    """As 2.5's and 2.7's CUDA builds ask for, and 2.9's: the chunks' states of Mamba 2."""
+    equation, *shapes = SEVERAL[0]
+    asked = {}
+    for version in ("2.7", "2.9"):
+        gpu.turn_on(f"A100-40GB,torch={version}")
+        operands = [torch.zeros(shape, device="cuda") for shape in shapes]
+        asked[version] = made(lambda operands=operands: torch.einsum(equation, *operands))[1:3]
+        gpu.turn_off()
+    left, right = 2 * 4 * 8 * 3 * 5 * 4, 2 * 4 * 8 * 3 * 6 * 4
+    assert asked == {"2.7": [left, right], "2.9": [right, left]}
+
+
+def test_what_several_leave_out_of_an_ellipsis_is_left_to_pytorch() -> None:
+    assert pairwise("...a,...b,...->ab", [(2, 3), (2, 4), (2,)]) is None
 
 
 @pytest.mark.parametrize("equation", ["ab,bc,cd->da", "i...j...,j->i", "ab,cb->", "abc,cb->a", ""])

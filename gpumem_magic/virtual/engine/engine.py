@@ -71,7 +71,7 @@ from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.host_checks import refused_by_host
 from gpumem_magic.virtual.engine.kernel_types import may_refuse, refuse_types
-from gpumem_magic.virtual.engine.layouts import as_kernels_lay, layout_of
+from gpumem_magic.virtual.engine.layouts import as_kernels_lay, layout_of, layout_of_written
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
     IN_FULL_PRECISION,
@@ -596,7 +596,10 @@ class Engine:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
         kernel takes besides."""
         met = self._met.get(id(func)) or self._meet(func)
+        shapes = [one.shape for one in _written(func, kwargs)] if met.resizes else ()
         out = self.fake_call(func, args, kwargs) if met.like is None else self._into(met, args, kwargs)
+        if shapes:
+            self._lay_out_written(func, args, kwargs, shapes)
         if met.on_host is not None:
             out = met.on_host(self, func, out, device)
         self.settle(out, met.allocates)
@@ -604,6 +607,14 @@ class Engine:
             self._follow_resized(out)
         self._beside(met, func, args, kwargs, out, device)
         return out
+
+    def _lay_out_written(self, func: Any, args: Any, kwargs: Any, before: Sequence[Any]) -> None:
+        """What was given another size lies as the kernel makes it."""
+        for one, shape, lies in zip(_written(func, kwargs), before, layout_of_written(func), strict=False):
+            if lies is not None and one.shape != shape and one.layout is torch.strided:
+                lying = lies(args, one).stride()
+                if lying != one.stride():
+                    self.fake_call(aten.as_strided_.default, (one, one.shape, lying), {})
 
     def _into(self, met: Met, args: Any, kwargs: Any) -> Any:
         """Gives what ``out=`` names the sizes of the results that the other operator returns."""
@@ -920,6 +931,12 @@ class Engine:
         (self.largest_sizes if likely is None else self.likely_sizes)[operator] += 1
         self.assumed.add(count)
         return count
+
+
+def _written(func: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What is named by ``out=``, lists aside."""
+    named = (kwargs.get(argument.name) for argument in func._schema.arguments if argument.is_out)
+    return [one for one in named if isinstance(one, torch.Tensor)]
 
 
 def _is_tracked(tensor: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.virtual.engine import strides
+from gpumem_magic.virtual.engine.calls import giving
 from gpumem_magic.virtual.engine.modes import META, made_plainly
 
 # A plain meta tensor that lies as a result does, of the operator's arguments and that result.
@@ -22,6 +23,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Names of numbers that go through a kernel as operands of no dimension (`wrapped_scalar_tensor`); others only tell it what to do.
 _OPERANDS = {"self", "other", "x", "n"}
 _BY_NUMBER: dict[Any, Sequence[Lies | None]] = {}
+_WRITTEN: dict[Any, Sequence[Lies | None]] = {}
 
 
 def in_one_piece(args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -98,6 +100,16 @@ def layout_of(func: Any) -> Sequence[Lies | None]:
         places = [place for place, one in enumerate(schema.arguments) if _is_operand(one)] if by_number else ()
         _BY_NUMBER[func] = (number_by_number(*places),) if places else ()
     return _BY_NUMBER[func]
+
+
+def layout_of_written(func: Any) -> Sequence[Lies | None]:
+    """How what is named by ``out=`` lies once the kernel gave it another size: as the result of the operator that returns it
+    would. (PyTorch's shape rules have it in one piece; `set_output_raw_strided` of C++ gives it the strides.)"""
+    if func not in _WRITTEN:
+        result = giving(func)
+        by_number = result is not None and torch.Tag.pointwise in result.tags and result not in LAYOUTS
+        _WRITTEN[func] = layout_of(result) if by_number else ()
+    return _WRITTEN[func]
 
 
 def _is_operand(argument: Any) -> bool:
