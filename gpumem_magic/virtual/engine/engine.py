@@ -278,7 +278,7 @@ class Engine:
         """A virtual tensor around a plain meta tensor, given memory. Raises out of memory as the device would.
 
         maker: the name of the factory that made it."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunction():
             tensor = self.alike.around(meta, cuda(device))
             self.table.drain()
             self._adopt(tensor.untyped_storage(), device, tensor, maker)
@@ -288,20 +288,20 @@ class Engine:
         """A storage on the device whose memory another has: a process, or (at an address) a graph. twin: its bytes on the host,
         if both compute."""
         meta = made_plainly(torch.empty, (nbytes,), dtype=torch.uint8, device=META)
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunction():
             storage = self.alike.around(meta, cuda(device)).untyped_storage()
             self.table.borrow(storage, device, twin, address)
             return storage
 
     def on_memory_of(self, tensor: VirtualTensor, size: Any, stride: Any, further: int) -> VirtualTensor:
         """A tensor on another's memory, `further` elements behind its start, of which neither autograd nor operators know."""
-        with self.uninterrupted, self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.uninterrupted, self.lock, torch._C.DisableTorchFunction():
             meta = made_plainly(torch.empty, 0, dtype=tensor.dtype, device=META)
             made_plainly(meta.set_, tensor.untyped_storage(), tensor.storage_offset() + further, size, stride)
             return self.alike.around(meta, tensor.fake_device)
 
     def address_of(self, tensor: VirtualTensor) -> int:
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunction():
             placement = self.table.find(tensor.untyped_storage())
             if placement is None or not placement.address:
                 return 0
@@ -413,7 +413,7 @@ class Engine:
         if device is None:
             try:
                 # (A call from Python comes here with the functions of subclasses off, one of a backward does not.)
-                with torch._C.DisableTorchFunctionSubclass():
+                with torch._C.DisableTorchFunction():
                     return func(*args, **kwargs)
             except RuntimeError:
                 given = with_constants(func, args)
@@ -445,8 +445,9 @@ class Engine:
         """answer: what it gives for arguments that look so, where that is known by now."""
         if self.reads.counts:
             self.reads.note_caught()
-        # (Functions of subclasses are off in a call from Python, and not in one of a backward.)
-        with self.uninterrupted, self.lock, torch._C.DisableTorchFunctionSubclass():
+        # (What a program puts over functions sees its own calls alone. Functions of subclasses are off in a call from Python, and
+        # not in one of a backward.)
+        with self.uninterrupted, self.lock, torch._C.DisableTorchFunction():
             self.table.drain()
             if self.table.holds_overwritten:
                 self.refuse_overwritten(args, kwargs)

@@ -26,7 +26,7 @@ _JUDGED = _REALS_AND_FLAGS | _FLOATS
 _KERNELS: dict[frozenset[torch.dtype], dict[str, str]] = {
     _FLOATS: {
         # Matrix products, which take no integers and no flags.
-        "addmm_cuda": "mm addmm", "baddbmm_cuda": "bmm baddbmm", "addmv_impl_cuda": "mv addmv", "dot": "dot", "vdot": "vdot",
+        "addmm_cuda": "mm addmm", "baddbmm_cuda": "bmm baddbmm", "addmv_impl_cuda": "mv addmv", "dot": "dot vdot",
     },
     _REAL_FLOATS: {
         # ``AdaptiveAveragePooling*.cu``, ``AdaptiveMaxPooling*.cu``, ``AveragePool3d.cu``, ``DilatedMaxPool3d.cu``

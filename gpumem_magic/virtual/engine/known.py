@@ -71,7 +71,7 @@ class KnownEngine(ComputingEngine):
         given = all_attributes(tensor).get(KNOWN)
         if type(given) is values.Given and given.version == values.version(tensor):
             return Known(given.host, True, True)
-        with self.lock, torch._C.DisableTorchFunctionSubclass():
+        with self.lock, torch._C.DisableTorchFunction():
             placement = self._placed_and_known(tensor)
             if placement is None:
                 return None
@@ -253,12 +253,12 @@ class KnownEngine(ComputingEngine):
         # Of what lies around it, as much is known as before.
         placement = self._placed_and_known(tensor)
         if placement is not None and not isinstance(placement.twin, Uniform):
-            with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+            with self.lock, torch._C.DisableTorchFunction(), host_only():
                 self.twins.view(tensor).copy_(host)
             placement.sure = placement.sure and sure
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
-        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_only():
             placement = self.twins.placement(tensor)
             placement.put(None)
             self.twins.keep(tensor, host.detach(), (host,))
@@ -340,7 +340,7 @@ class KnownEngine(ComputingEngine):
 
     def _refuse(self, rule: refused_values.Rule, func: Any, args: Any, kwargs: Any) -> None:
         """Raises what is to be said of values that the operator's kernel refuses, where they are known."""
-        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_only():
             error = refused_values.refusal(func, rule, self._looked_through, args, kwargs)
         if error is not None:
             raise error
@@ -404,7 +404,7 @@ class KnownEngine(ComputingEngine):
             return False
         found = _Arguments(written)
         shape: Shape | None = None
-        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_only():
             for leaf in of_no_matter:
                 found.given[id(leaf)] = _aten.zeros.default((), dtype=leaf.dtype)
             for leaf in read:
@@ -426,7 +426,7 @@ class KnownEngine(ComputingEngine):
         done = self._attempt(found, func, *uniform.for_one(func, args, kwargs), device)
         if done is None or type(done[1]) is not torch.Tensor or done[1].dtype is not out.dtype:
             return False
-        with self.lock, torch._C.DisableTorchFunctionSubclass(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_only():
             equal = uniform.element_of(done[1])
             if equal is None:
                 return shape is not None and self._have_triangle(out, done[1].reshape(-1), shape, found.supplied)

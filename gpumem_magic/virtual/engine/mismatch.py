@@ -117,7 +117,7 @@ _CLASSES = set(overloads("nll_loss_forward nll_loss2d_forward"))
 # What PyTorch has for the host alone, of what programs call.
 _NOT_ON_CUDA = {
     *overloads("histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts"),
-    *overloads("_histogramdd_from_bin_tensors to_mkldnn"),
+    *overloads("_histogramdd_from_bin_tensors to_mkldnn _spdiags"),
 }
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 

@@ -64,7 +64,7 @@ class Supplied:
         """What is for all lines is for values of its own kind: a loss of 2.5 shall not make every comparison true."""
         if self.line is not None:
             return True
-        given = torch.float32 if callable(self.value) else torch.as_tensor(self.value).dtype
+        given = torch.float32 if callable(self.value) else torch.as_tensor(self.value, device="cpu").dtype
         return _kind(given) == _kind(dtype)
 
 
@@ -97,7 +97,7 @@ def stand_in(
     if isinstance(value, VirtualTensor):
         raise TypeError("a stand-in must be on the host: a tensor on the virtual GPU has no values")
     if isinstance(value, (list, tuple)):
-        value = torch.tensor(value)
+        value = torch.tensor(value, device="cpu")
     if not (value is None or callable(value) or isinstance(value, (int, float, complex, torch.Tensor))):
         raise TypeError(f"a stand-in is a number, a list, a host tensor or a function, not {type(value).__name__}")
     if tensor is None:
@@ -110,7 +110,7 @@ def stand_in(
         raise TypeError(f"the tensor must be on a virtual GPU, not a {type(tensor).__name__} elsewhere")
     if engine_of(tensor).computes:
         raise TypeError("this tensor has values of its own: the virtual GPU computes them (values=real)")
-    host = _fitted(value, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype))
+    host = _fitted(value, torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device="cpu"))
     engine_of(tensor).supply(tensor, host)
     return Supplied(value, None, None, tensor)
 
@@ -131,7 +131,7 @@ def count_for(largest: int, where: Callable[[], tuple[str, int]]) -> int | None:
 
 def scalar(found: Supplied, dtype: torch.dtype) -> Any:
     """The supplied value as a Python number of the type that the program expects."""
-    return _fitted(_now(found), torch.zeros((), dtype=dtype)).item()
+    return _fitted(_now(found), torch.zeros((), dtype=dtype, device="cpu")).item()
 
 
 def fill(found: Supplied, host: torch.Tensor) -> torch.Tensor:
@@ -145,7 +145,7 @@ def _now(found: Supplied) -> Any:
 
 def _fitted(value: Any, like: torch.Tensor) -> torch.Tensor:
     """The value in the shape and type of a host tensor. Raises ValueError where it has another shape."""
-    given = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+    given = value if isinstance(value, torch.Tensor) else torch.tensor(value, device="cpu")
     try:
         return given.detach().to(like.dtype).expand(like.shape).clone()
     except RuntimeError:

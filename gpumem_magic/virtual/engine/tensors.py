@@ -262,10 +262,12 @@ def _host_twin(tensor: VirtualTensor) -> torch.Tensor:
         twin = known.untyped_storage()
         _saving.places[twin._cdata] = str(tensor.device)
     if twin is None:
-        twin = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+        twin = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
         _saving.twins[storage._cdata] = twin
         _saving.places[twin._cdata] = str(tensor.device)
-    host = torch.empty(0, dtype=tensor.dtype).set_(twin, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+    host = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+        twin, int(tensor.storage_offset()), tensor.size(), tensor.stride()
+    )
     found = engine.known(tensor)
     if found is not None and found.host.untyped_storage()._cdata != twin._cdata:
         host.copy_(found.host)
@@ -417,7 +419,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
         if engine is None or with_dispatch_of_its_own(types):
             return NotImplemented
         try:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch._C.DisableTorchFunction():
                 if STATE.depth:
                     # A part of a shape rule: its results have no memory.
                     return engine.fake.dispatch(func, types, args, kwargs)
@@ -445,6 +447,11 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
 
     def get_device(self) -> int:
         return int(self.fake_device.index)
+
+    def dim_order(self, *, ambiguity_check: Any = False) -> Any:
+        """(PyTorch leaves that argument out where it hands a subclass the call.)"""
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.Tensor.dim_order(self, ambiguity_check=ambiguity_check)
 
     def data_ptr(self) -> int:
         """The address that the emulated allocator gave, plus the view's offset: for comparing, never for reading."""

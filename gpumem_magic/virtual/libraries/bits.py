@@ -114,7 +114,7 @@ def prepare(module: ModuleType, patches: Patches) -> None:
     fill = module.fill
 
     def get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
-        paged = torch.zeros(shape, dtype=dtype)
+        paged = torch.zeros(shape, dtype=dtype, device="cpu")
         paged.is_paged = True  # type: ignore[attr-defined]
         paged.page_deviceid = 0 if device is None else device.index  # type: ignore[attr-defined]
         return paged

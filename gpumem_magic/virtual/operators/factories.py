@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -86,16 +86,24 @@ _MOST_LOOKS = 10_000
 _empty_strided = torch.empty_strided
 
 
-def _itself(data: Any, given: dict[str, Any]) -> Any:
-    """`torch.asarray` of a tensor with `copy=False`, which refuses what would be a copy (``tensor_new.cpp``)."""
-    device = torch.device(data.device if given.get("device") is None else given["device"])
-    dtype = given.get("dtype") or data.dtype
-    if device.type != data.device.type or device.index not in (None, data.device.index):
-        raise ValueError(f"can't alias tensor from device '{data.device}' to '{device}'.")
-    if dtype != data.dtype:
+# Whether what `torch.asarray` makes of a tensor is tracked where that is, unless the program says (newer than 2.9).
+_TRACKS_AS_GIVEN = "requires_grad: Optional[bool]" in (torch.asarray.__doc__ or "")
+
+
+def _as_array(data: torch.Tensor, target: torch.device, given: dict[str, Any]) -> torch.Tensor:
+    """`torch.asarray` of a tensor (``asarray`` in ``tensor_new.cpp``): itself, unless a copy is asked for or needed."""
+    copy, dtype = given.get("copy"), given.get("dtype") or data.dtype
+    moves, casts = target != data.device, dtype != data.dtype
+    if copy is False and moves:
+        raise ValueError(f"can't alias tensor from device '{data.device}' to '{target}'.")
+    if copy is False and casts:
         names = scalar_name(data.dtype), scalar_name(dtype)
         raise ValueError(f"can't alias tensor with dtype '{names[0]}' into dtype '{names[1]}'.")
-    return data
+    made = data.to(target, dtype, copy=bool(copy)) if moves or casts else data.clone() if copy else data
+    tracked = given.get("requires_grad")
+    if tracked is None:
+        tracked = _TRACKS_AS_GIVEN and data.requires_grad
+    return made.requires_grad_(tracked) if made.is_leaf or tracked else made.detach()
 
 
 def _is_plainly_given(arg: Any) -> bool:
@@ -131,9 +139,43 @@ def _on_host(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) ->
 
 def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """A sparse tensor on the device, whose indices have no values that could be checked; 2.11 warns although it is told."""
+    if original.__name__ != "sparse_coo_tensor" and len(args) < 4 and kwargs.get("size") is None:
+        compressed, plain, values = _parts(args, kwargs)
+        kwargs = {**kwargs, "size": _compressed_size(original, compressed, plain, values, kwargs.get("layout"))}
     with warnings_remembered(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
         return original(*args, **{**kwargs, "check_invariants": False})
+
+
+# Each in the order in which it is given.
+_PARTS = (
+    *("crow_indices", "ccol_indices", "compressed_indices"),
+    *("col_indices", "row_indices", "plain_indices"),
+    "values",
+)
+
+
+def _parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Of a compressed sparse tensor: its compressed indices, plain ones and values, by place or name."""
+    named = (kwargs[name] for name in _PARTS if name in kwargs)
+    return [torch.as_tensor(one) for one in (*args, *named)]
+
+
+def _compressed_size(
+    original: Callable[..., Any], compressed: torch.Tensor, plain: torch.Tensor, values: torch.Tensor, layout: Any
+) -> list[int]:
+    """That of a compressed sparse tensor whose size is not said (``_estimate_sparse_compressed_tensor_size`` in
+    ``SparseCsrTensor.cpp``): the plain indices are asked for the largest."""
+    kind = str(layout).removeprefix("torch.") if layout is not None else original.__name__.removesuffix("_tensor")
+    batch = compressed.dim() - 1
+    sizes = (
+        compressed.shape[-1] - 1 if plain.shape[-1] else 0,
+        int(plain.max().item()) + 1 if plain.numel() else 0,
+    )
+    rows, columns = sizes if kind in ("sparse_csr", "sparse_bsr") else sizes[::-1]
+    block = list(values.shape[batch + 1 : batch + 3]) if kind in ("sparse_bsr", "sparse_bsc") else []
+    height, width = block or (1, 1)
+    return [*plain.shape[:batch], rows * height, columns * width, *values.shape[batch + 1 + len(block) :]]
 
 
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
@@ -490,14 +532,15 @@ class Factories:
         data = args[-1] if args else kwargs.get("data")
         dtype = kwargs.get("dtype")
         requires_grad = kwargs.get("requires_grad", False)
+        name = getattr(original, "__name__", "")
+        if name == "asarray" and isinstance(data, torch.Tensor):
+            asked = data.device if kwargs.get("device") is None else kwargs["device"]
+            return _as_array(data, torch.device(asked) if index is None else cuda(index), kwargs)
         if isinstance(data, VirtualTensor):
-            copy = kwargs.get("copy")
-            if copy is False:
-                return _itself(data, kwargs)
             if kwargs.get("device") is not None and index is None:
                 return data.detach().to(kwargs["device"], dtype or data.dtype).requires_grad_(requires_grad)
             target = data.device if index is None else cuda(index)
-            if getattr(original, "__name__", "") in ("as_tensor", "asarray") and not copy:
+            if name == "as_tensor":
                 return data.to(target, dtype or data.dtype)
             return data.detach().to(target, dtype or data.dtype, copy=True).requires_grad_(requires_grad)
         host_kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_RESULT}

@@ -28,7 +28,7 @@ from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import reflections
-from gpumem_magic.virtual.operators.composites import version_of
+from gpumem_magic.virtual.operators.composites import call_node, version_of
 from gpumem_magic.virtual.operators.data_dependent import found_among
 from gpumem_magic.virtual.operators.kept_inputs import replaced
 
@@ -62,9 +62,7 @@ def _with_node(
         def backward(ctx: Any, *gradients: Any) -> Any:
             return (None, *formula(ctx, *gradients))
 
-    # What a program that prints `grad_fn` reads.
-    kind = Node._backward_cls
-    kind.__name__, kind.__qualname__, kind.__module__ = name, name, "builtins"
+    call_node(Node, name)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [one for one in args if isinstance(one, torch.Tensor)]

@@ -84,10 +84,10 @@ def _compare_shapes(group: Any, tensors: list[torch.Tensor]) -> None:
     """The memory of `verify_params_across_processes` (``reducer.cpp``): how many parameters each process has, gathered, and all
     their sizes and strides, from the first."""
     device = tensors[0].device
-    mine = torch.tensor([len(tensors)]).to(device)
+    mine = torch.tensor([len(tensors)], device="cpu").to(device)
     theirs = [torch.empty_like(mine) for _ in range(group.size())]
     group.allgather([theirs], [mine]).wait()
-    shapes = torch.zeros(2 * sum(tensor.dim() for tensor in tensors), dtype=torch.long).to(device)
+    shapes = torch.zeros(2 * sum(tensor.dim() for tensor in tensors), dtype=torch.long, device="cpu").to(device)
     group.broadcast(shapes, 0).wait()
     # They go in this order.
     del shapes, theirs, mine

@@ -348,7 +348,7 @@ class _Mover:
         whole = self._storages.get(storage._cdata)
         if whole is None:
             # The storage goes over as a whole, once, so that views of it stay views of one memory.
-            flat = torch.empty(0, dtype=torch.uint8).set_(storage)
+            flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
             whole = self._storages[storage._cdata] = flat.to(device)
         with torch.no_grad():
             typed = torch.empty(0, dtype=tensor.dtype, device=device)

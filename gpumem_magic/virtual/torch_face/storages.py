@@ -46,7 +46,7 @@ def install(patches: Patches, engine: Engine) -> None:
         target = torch.device("cuda") if device is None else device
         made = torch.empty(self.nbytes(), dtype=torch.uint8, device=target)
         if isinstance(engine, ComputingEngine):
-            made.copy_(torch.empty(0, dtype=torch.uint8).set_(self))
+            made.copy_(torch.empty(0, dtype=torch.uint8, device="cpu").set_(self))
         return made.untyped_storage()
 
     def cpu(self: Any) -> Any:
@@ -56,7 +56,7 @@ def install(patches: Patches, engine: Engine) -> None:
         if twin is not None:
             return twin.clone()
         engine.count_stand_in()
-        return torch.zeros(self.nbytes(), dtype=torch.uint8).untyped_storage()
+        return torch.zeros(self.nbytes(), dtype=torch.uint8, device="cpu").untyped_storage()
 
     def copy_(self: Any, source: Any, non_blocking: Any = None) -> Any:
         """(What is saved meanwhile, as `torch.distributed.checkpoint.async_save` does, is brought to the host so.)"""
