@@ -150,7 +150,7 @@ def test_autocast_casts_a_list_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("inference", [False, True])
-@pytest.mark.parametrize(("version", "least"), [("2.9", []), ("2.11", [4])])
+@pytest.mark.parametrize(("version", "least"), [("2.10", []), ("2.11", [4])])
 def test_how_alike_rows_are_is_limited_by_a_number_of_the_host_in_older_versions(
     version: str, least: list[int], inference: bool
 ) -> None:

@@ -220,3 +220,17 @@ def test_learnt_scales_have_a_gradient_for_every_element_first() -> None:
     scale, zeros = (torch.ones(1, device="cuda", requires_grad=True) for _ in range(2))
     y = whole(x, scale, zeros, -128, 127, 1.0)
     assert made(lambda: torch.autograd.grad(y, (x, scale, zeros), gradient)) == [size, size, size, one, one]
+
+
+@pytest.mark.parametrize("mode", ["mean", "sum"])
+def test_a_sparse_gradient_of_means_has_one_over_each_bags_size(mode: str) -> None:
+    """As 2.5's and 2.10's CUDA builds ask for."""
+    weight = torch.zeros(50, 8, device="cuda", requires_grad=True)
+    indices, offsets = (
+        torch.zeros(40, dtype=torch.int64, device="cuda"),
+        torch.zeros(10, dtype=torch.int64, device="cuda"),
+    )
+    out = torch.nn.functional.embedding_bag(indices, weight, offsets, mode=mode, sparse=True)
+    gradient = torch.ones_like(out)
+    found = made(lambda: torch.autograd.grad(out, weight, gradient))
+    assert found == [40 * 8 * 4, *([40, 40, 160] if mode == "mean" else [])]

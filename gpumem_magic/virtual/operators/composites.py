@@ -428,9 +428,9 @@ def _may_have_gradient(tensor: torch.Tensor) -> bool:
     return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
-# Since when the least norm is a number on the device. (The builds of 2.11 and 2.13 have it there, those of 2.6 and 2.9 and a
-# recording with 2.8 do not; with 2.10 it is not known.)
-_LEAST_ON_DEVICE_FROM = (2, 10)
+# Since when the least norm is a number on the device. (The builds of 2.11 and 2.13 have it there; those of 2.6, 2.9 and 2.10, and
+# a recording with 2.8, do not.)
+_LEAST_ON_DEVICE_FROM = (2, 11)
 
 
 def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: float = 1e-8) -> torch.Tensor:

@@ -35,10 +35,10 @@ _CUSOLVER, _CUBLAS, _TRIANGULAR = "cusolver", "cublas", "triangular"
 # Many matrices of Cholesky's were MAGMA's before.
 _CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
 # Solving factorized the transposed matrix before, which needs no copy (`_linalg_solve_ex_out` in ``BatchLinearAlgebra.cpp``). So
-# do 2.8 and 2.9 (its CUDA build); an H100 with 2.11 does not, nor 2.13 (pull request 154983). Of 2.10 it is not known.
-_SOLVED_AS_IT_IS_FROM = (2, 10)
-# (2.10 can, but may still take MAGMA.)
-_EIG_BY_CUSOLVER_FROM = (2, 11)
+# do 2.8, 2.9 and 2.10 (by their CUDA builds); an H100 with 2.11 does not, nor 2.13 (pull request 154983).
+_SOLVED_AS_IT_IS_FROM = (2, 11)
+# (2.10 has MAGMA, too, and its CUDA build takes cuSOLVER; 2.9's takes MAGMA.)
+_EIG_BY_CUSOLVER_FROM = (2, 10)
 
 
 def _batch(shape: Sequence[int]) -> int:

@@ -25,6 +25,7 @@ What other kernels that sort take is in `sorting`, copies into another layout ar
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ _FEWER_BITS_FROM = (2, 12)
 # Since when `max_norm` sees all indices as one list. (2.11 doesn't, 2.13 does; of 2.12 it is not known.)
 _ONE_LIST_FROM = (2, 12)
 _WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
-_MAX = 2
+_MEAN, _MAX = 1, 2
 
 
 def _adds_in_place(engine: Engine, device: int, width: int, runs: int, parts: int) -> bool:
@@ -159,7 +160,13 @@ def _bag_by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int
     args = _of_one_type(engine, args)
     gradient, indices, _, bags, sizes, highest, rows, by_frequency, mode, sparse, *rest = args
     if sparse:
-        return engine.run(func, args, kwargs, device)
+        out = engine.run(func, args, kwargs, device)
+        if mode == _MEAN:
+            # One over each bag's size, and that of each index's bag (`apply_bag_size_backward`).
+            of_bags = sizes.numel() * gradient.element_size()
+            with ExitStack() as last, engine.scratch(device, of_bags, of_bags):
+                last.enter_context(engine.scratch(device, indices.numel() * gradient.element_size()))
+        return out
     with pushed(engine.mode):
         dense = _aten._embedding_bag_dense_backward.default
         return dense(gradient, indices, bags, sizes, highest, rows, by_frequency, mode, *rest, **kwargs)
