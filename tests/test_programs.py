@@ -44,7 +44,16 @@ def test_the_table(modules: dict[str, Any]) -> None:
         compile(one.get("entry", ""), one["name"], "exec")
         compile(one.get("prepare", ""), one["name"], "exec")
         assert all(recipe in modules["data"].RECIPES for recipe, *_ in one.get("data", ()))
+        assert all(re.fullmatch(r"[\w-]+==[\w.]+", version) for version in one.get("versions", ()))
         assert one["domain"]
+
+
+def test_a_program_that_wants_another_version_is_left_out(modules: dict[str, Any]) -> None:
+    one = {"repository": "a/b", "name": "c", "versions": ["pillow==0.1"]}
+    with pytest.raises(modules["layout"].Missing, match=r"it needs pillow 0\.1, and \d+\."):
+        modules["main"].judged(one, None)
+    with pytest.raises(modules["layout"].Missing, match=r"it needs no-such-package 1, and none is here"):
+        modules["main"].judged({**one, "versions": ["no-such-package==1"]}, None)
 
 
 def test_a_repository_is_laid_out_without_what_a_copy_lacks(modules: dict[str, Any], tmp_path: Path) -> None:

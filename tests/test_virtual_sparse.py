@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Callable, Iterator
@@ -740,3 +741,18 @@ def test_places_may_have_dense_dimensions(values: str) -> None:
 
 def sides(matrix: torch.Tensor) -> list[tuple[int, ...]]:
     return [tuple(part.shape) for part in (matrix.crow_indices(), matrix.col_indices(), matrix.values())]
+
+
+def test_a_module_that_holds_a_sparse_matrix_is_copied() -> None:
+    class Propagates(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.matrix = matrix("cuda")
+
+    copied = copy.deepcopy(Propagates())
+    assert described(copied.matrix) == described(matrix("cpu"))
+    assert copied.matrix.is_coalesced()
+    before = torch.cuda.memory_allocated()
+    again = copy.deepcopy(copied)
+    assert torch.cuda.memory_allocated() - before == 2 * 512  # indices and values, each a block
+    assert again.matrix._values().data_ptr() != copied.matrix._values().data_ptr()

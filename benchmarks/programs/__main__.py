@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -156,6 +157,10 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
     for package in one.get("packages", ()):
         if importlib.util.find_spec(package) is None:
             raise Missing(f"it needs the package {package}")
+    for wanted in one.get("versions", ()):
+        package, _, version = wanted.partition("==")
+        if (there := _version(package)) != version:
+            raise Missing(f"it needs {package} {version}, and {there or 'none'} is here")
     source = None if one.get("installed") else repository(options.repositories, one["repository"])
     device = one.get("device", "T4")
     found = _once(one, source, device, options, "stand-ins")
@@ -200,6 +205,13 @@ def _prints_the_same(real: Run, on_host: Run) -> bool | None:
     """None where that says nothing: it failed on the host, or was stopped after some iterations and printed then how it ended."""
     same = None if on_host.status else same_text(real.said, on_host.said)
     return None if same is False and "Stopped as asked" in real.err else same
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @contextmanager

@@ -207,6 +207,18 @@ def own_class(kind: Any) -> Any:
     return getattr(kind, OWN)
 
 
+def _on_a_copied_storage(tensor: VirtualTensor, memo: dict[int, Any]) -> Any:
+    """Tensors that share a storage go on sharing one, whose size is that of the whole."""
+    storages = memo.setdefault(id(VirtualTensor), {})
+    storage = tensor.untyped_storage()
+    flat = storages.get(storage._cdata)
+    if flat is None:
+        flat = tensor.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
+        storages[storage._cdata] = flat
+    # As PyTorch: a tensor of one element, which the copied storage then takes the place of.
+    return tensor.new_empty(()).set_(flat.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """The other: of the tensor's class on the host, a parameter where the tensor is one, tracked where it is, and with what the
     program put on it."""
@@ -514,16 +526,9 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment.  "
                 "If you were attempting to deepcopy a module, this may be because of a torch.nn.utils.weight_norm usage"
             )
-        # Tensors that share a storage go on sharing one, whose size is that of the whole.
-        storages = memo.setdefault(id(VirtualTensor), {})
-        storage = self.untyped_storage()
         with torch.no_grad():
-            flat = storages.get(storage._cdata)
-            if flat is None:
-                flat = self.new_empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,)).clone()
-                storages[storage._cdata] = flat
-            # As PyTorch: a tensor of one element, which the copied storage then takes the place of.
-            copy = self.new_empty(()).set_(flat.untyped_storage(), self.storage_offset(), self.size(), self.stride())
+            # (A sparse tensor in coordinates has no storage of its own: PyTorch clones it.)
+            copy = self.detach().clone() if self.is_sparse else _on_a_copied_storage(self, memo)
         copy.requires_grad_(self.requires_grad)
         memo[id(self)] = copy
         all_attributes(copy).update(deepcopy(own_attributes(self), memo))
