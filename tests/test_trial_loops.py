@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from textwrap import indent
@@ -147,10 +148,22 @@ def test_functions_of_earlier_cells_go_on_behind_their_loops(book: Notebook) -> 
         assert report.error.requested
 
 
+def test_loops_end_where_trials_share_what_comes_before_them(book: Notebook) -> None:
+    """Each is a copy of the process that began, in which the limit was made."""
+    with book.forgetting():
+        book.cell(f"%gpumem_device {CARD}")
+        book.cell(
+            "%%gpumem --fit rows=1..64 -q -o fits\nnet = nn.Linear(64, 64).cuda()\nrows = 8\n"
+            "optimizer = torch.optim.SGD(net.parameters())\n"
+            "for _ in range(20):\n    net(torch.ones(rows, 64, device='cuda')).sum().backward()\n    optimizer.step()\n"
+        )
+        assert all(one.iterations < 20 for one in book.shell.user_ns["fits"].trials)
+
+
 @pytest.mark.parametrize(("events", "turns"), [(CHEAP_EVENTS, 4), (0, None)])
 def test_a_loop_without_steps_ends_after_so_many_turns_that_worked(events: int, turns: int | None) -> None:
     further: Any = SimpleNamespace(events=0, are_known=lambda: False)
-    limit = TrialLimit(3, further, [])
+    limit = TrialLimit(3, further, [], os.getpid)
     loop: Any = SimpleNamespace(index=1, kind="for")
     limit.statement_began(loop)
     ended = None

@@ -28,9 +28,16 @@ class IterationLimit:
     """Decides when a run is long enough: after `most` iterations (None: no limit), or when `repeating` says so.
 
     position: how far the devices' logs have come, in all. A loop that makes none of them longer is not ended: it only prepares.
+    runs_in: gives the number of the process in which the program goes on (None: it is this one).
     """
 
-    def __init__(self, most: int | None, repeating: Callable[[], bool], position: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        most: int | None,
+        repeating: Callable[[], bool],
+        position: Callable[[], int],
+        runs_in: Callable[[], int] | None = None,
+    ) -> None:
         self.stopped = False
         self.steps = 0
         # Iterations of a loop without steps, after which it ended.
@@ -41,7 +48,8 @@ class IterationLimit:
         self._first: weakref.ref[Any] | None = None
         self._step_statement: int | None = None
         self._statement: int | None = None
-        self._thread = os.getpid(), threading.get_ident()
+        self._thread, process = threading.get_ident(), os.getpid()
+        self._runs_in = runs_in or (lambda: process)
         # Of each loop, the steps and the position at its start.
         self._at_start: dict[int, int] = {}
         self._position_at_start: dict[int, int] = {}
@@ -91,7 +99,7 @@ class IterationLimit:
 
     def _in_its_thread(self) -> bool:
         """Not in another, nor in a forked process (a DataLoader's worker), which has the hooks and the thread's number, too."""
-        return (os.getpid(), threading.get_ident()) == self._thread
+        return threading.get_ident() == self._thread and os.getpid() == self._runs_in()
 
     def _at_most(self, count: int) -> bool:
         """Whether so many iterations are as many as are wanted."""

@@ -51,13 +51,19 @@ class _Loop:
 class TrialLimit(IterationLimit):
     """Ends the loops of a trial's program. What a library's own loop does is left at its next forward, as ever.
 
-    After `most` iterations only what takes no more than before is long enough; after `last` everything is.
+    After `most` iterations only what takes no more than before is long enough; after `last` everything is. runs_in: where
+    trials share their beginning, each goes on in a copy of the process that began.
     """
 
     def __init__(
-        self, most: int | None, further: FurtherTurns, devices: Sequence[VirtualDevice], last: int | None = None
+        self,
+        most: int | None,
+        further: FurtherTurns,
+        devices: Sequence[VirtualDevice],
+        runs_in: Callable[[], int],
+        last: int | None = None,
     ) -> None:
-        super().__init__(most, further.are_known, lambda: further.events)
+        super().__init__(most, further.are_known, lambda: further.events, runs_in)
         self._last = last
         self._further = further
         self._devices = devices

@@ -86,7 +86,7 @@ def run_here(
     sources = with_functions(running.source, running.names, running.namespace())
     counts = bool(running.source) and any(map(goes_by_its_count, sources))
     further = FurtherTurns(recorder, machine.devices, counts)
-    limit = TrialLimit(most, further, machine.devices, last)
+    limit = TrialLimit(most, further, machine.devices, lambda: machine.process, last)
     recorder.start(running.namespace())
     limit.install()
     running.observe(CellProgress(recorder, limit, running.source), recorder, further, LoopEnds(limit))
