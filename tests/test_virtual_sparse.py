@@ -37,6 +37,12 @@ def described(result: torch.Tensor) -> Any:
     return tuple(result.shape), result.dtype
 
 
+FORMS: list[dict[str, Any]] = [
+    {"layout": torch.sparse_csr},
+    {"layout": torch.sparse_csc},
+    {"layout": torch.sparse_bsr, "blocksize": (1, 3)},
+    {"layout": torch.sparse_bsc, "blocksize": (3, 1)},
+]
 EXACT: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda a, x: torch.sparse.mm(a, x),
     lambda a, x: torch.spmm(a, x),
@@ -67,6 +73,14 @@ EXACT: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda a, x: a.norm(),
     lambda a, x: a.cpu(),
     lambda a, x: torch.zeros_like(a),
+    lambda a, x: torch.zeros_like(a).copy_(a),
+    lambda a, x: a.sum(1),
+    lambda a, x: a.sum((0, 1)),
+    lambda a, x: torch.sum(a, 1, keepdim=True),
+    lambda a, x: a.asinh().frac(),
+    lambda a, x: a.nan_to_num(),
+    lambda a, x: a.signbit(),
+    *(lambda a, x, form=form: a.to_sparse(**form) for form in FORMS[:2]),
 ]
 
 
@@ -238,6 +252,14 @@ OF_ROWS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
     lambda a, x: torch.sparse_csr_tensor(a.crow_indices(), a.col_indices(), a.values(), a.shape),
     lambda a, x: torch.sparse_csr_tensor(a.crow_indices(), a.col_indices(), [5.0, 6, 7, 8], a.shape, device=x.device),
     lambda a, x: torch.ones(4, 3, device=x.device).sparse_mask(a),
+    lambda a, x: torch.ones_like(a),
+    lambda a, x: a.asinh().frac(),
+    lambda a, x: a.isposinf(),
+    lambda a, x: a.angle(),
+    *(
+        lambda a, x, form=form: torch.tensor([[1.0, 0, 2], [0, 0, 3], [0, 0, 0]]).to(x.device).to_sparse(**form)
+        for form in FORMS
+    ),
 ]
 
 

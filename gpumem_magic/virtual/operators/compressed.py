@@ -58,8 +58,9 @@ def _like(engine: Engine, source: Any, elements: Any, device: int) -> Any:
 
 @_compressed(
     *overloads("""
-    neg abs sqrt sin sinh tan tanh asin atan expm1 log1p sgn sign relu isnan isinf floor ceil round trunc erf rad2deg deg2rad
-    pow.Tensor_Scalar mul.Scalar div.Scalar empty_like clone _conj_physical
+    neg abs sqrt sin sinh tan tanh asin asinh atan atanh expm1 log1p sgn sign relu isnan isinf isposinf isneginf signbit floor
+    ceil round trunc frac erf erfinv angle rad2deg deg2rad pow.Tensor_Scalar mul.Scalar div.Scalar empty_like ones_like clone
+    _conj_physical
 """)
 )
 def _same_places(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:

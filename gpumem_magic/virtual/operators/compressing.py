@@ -37,6 +37,29 @@ def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return layout, tuple(kwargs.get("blocksize") or (args[1] if layout in IN_BLOCKS and len(args) > 1 else ()))
 
 
+@special(_aten._to_sparse.default, _aten._to_sparse.sparse_dim)
+def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    source = args[0]
+    if kwargs.get("layout") not in (None, torch.sparse_coo):
+        return _from_dense(engine, func, args, kwargs, device)
+    dense = kwargs.get("dense_dim") or 0
+    dims = args[1] if len(args) > 1 else source.dim() - dense
+    host = values.exact(source)
+    places = math.prod(source.shape[:dims])
+    if host is None:
+        count = engine.selected("to_sparse", places)
+    else:
+        count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
+    shape = (count, *source.shape[dims:])
+    # The places that are not zero, of which the indices are a copy, as the values are of what is there (`dense_to_sparse`).
+    places = found_among(engine, device, source, count) if source.dim() and dims == source.dim() else None
+    indices = _placed(engine, (dims, count), torch.int64, device)
+    with engine.scratch(device, *([] if places is None else [math.prod(shape) * source.element_size()])):
+        made = _placed(engine, shape, source.dtype, device)
+    del places
+    return torch.sparse_coo_tensor(indices, made, source.shape, check_invariants=False)._coalesced_(True)
+
+
 @special(*_COMPRESSING)
 def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source, (layout, block) = args[0], _form_of(func, args, kwargs)
@@ -162,7 +185,7 @@ def _by_places(engine: Engine, numbers: Any, layout: torch.layout, count: int, d
     return compressed, plain, chosen
 
 
-@special(*_COMPRESSING, table=SPARSE)
+@special(*_COMPRESSING, _aten._to_sparse.default, table=SPARSE)
 def _from_coordinates(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """By rows nothing but where each begins is new; columns are the rows of the transposed matrix, blocks come of either."""
     source, (layout, block) = args[0], _form_of(func, args, kwargs)

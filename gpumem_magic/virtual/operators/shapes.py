@@ -7,7 +7,6 @@ and nested tensors, and parts of operators that come whole.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +14,11 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.engine.refusals import cannot_run
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.data_dependent import _placed, found_among
+from gpumem_magic.virtual.operators.data_dependent import _placed
 
 
 def empty_like(engine: Engine, tensor: Any, device: int, dtype: torch.dtype | None = None) -> Any:
@@ -98,32 +95,6 @@ def _batch_norm_reduce(engine: Engine, func: Any, args: Any, kwargs: Any, device
         _placed(engine, (source.shape[1],) if want else (0,), kind, device)
         for want, kind in zip((wanted[0], wanted[0], wanted[1], wanted[2]), kinds, strict=True)
     )
-
-
-# ---- results whose sizes depend on values
-
-
-@special(_aten._to_sparse.default, _aten._to_sparse.sparse_dim)
-def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    source = args[0]
-    if kwargs.get("layout") not in (None, torch.sparse_coo):
-        raise cannot_run(func, f"the layout {kwargs['layout']} is not modelled")
-    dense = kwargs.get("dense_dim") or 0
-    dims = args[1] if len(args) > 1 else source.dim() - dense
-    host = values.exact(source)
-    places = math.prod(source.shape[:dims])
-    if host is None:
-        count = engine.selected("to_sparse", places)
-    else:
-        count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
-    shape = (count, *source.shape[dims:])
-    # The places that are not zero, of which the indices are a copy, as the values are of what is there (`dense_to_sparse`).
-    places = found_among(engine, device, source, count) if source.dim() and dims == source.dim() else None
-    indices = _placed(engine, (dims, count), torch.int64, device)
-    with engine.scratch(device, *([] if places is None else [math.prod(shape) * source.element_size()])):
-        made = _placed(engine, shape, source.dtype, device)
-    del places
-    return torch.sparse_coo_tensor(indices, made, source.shape, check_invariants=False)._coalesced_(True)
 
 
 # ---- nothing new

@@ -117,8 +117,8 @@ def _check_pair(func: Any, args: Any, kwargs: Any) -> None:
 
 @_sparse(
     *overloads("""
-    neg abs sqrt sin sinh tan tanh asin atan expm1 log1p sgn sign relu isnan isinf floor ceil round trunc erf rad2deg deg2rad
-    _conj_physical
+    neg abs sqrt sin sinh tan tanh asin asinh atan atanh expm1 log1p sgn sign relu isnan isinf isposinf isneginf signbit floor
+    ceil round trunc frac erf erfinv nan_to_num rad2deg deg2rad _conj_physical
 """)
 )
 def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -132,7 +132,8 @@ def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
 
 @_sparse(
     *overloads(
-        "abs_ sqrt_ sin_ sinh_ tan_ tanh_ asin_ atan_ expm1_ log1p_ sgn_ sign_ floor_ ceil_ round_ trunc_ erf_ relu_"
+        "abs_ sqrt_ sin_ sinh_ tan_ tanh_ asin_ asinh_ atan_ atanh_ expm1_ log1p_ sgn_ sign_ floor_ ceil_ round_ trunc_ frac_"
+        " erf_ erfinv_ nan_to_num_ rad2deg_ deg2rad_ relu_"
     )
 )
 def _each_in_place(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
@@ -166,6 +167,17 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     target = kwargs.get("device")
     indices, values = old.indices.to(target, copy=True), old.values.to(target, kwargs.get("dtype"), copy=True)
     return join(indices, values, source.shape, source.is_coalesced())
+
+
+@_sparse(_aten.copy_.default)
+def _copied_into(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """Copies take the place of what was there, the values first (`copy_sparse_`)."""
+    target, source = args[:2]
+    if target is not source:
+        old = parts(engine, source)
+        values = old.values.to(target.device, target.dtype, copy=True)
+        target.data = join(old.indices.to(target.device, copy=True), values, source.shape, source.is_coalesced())
+    return target
 
 
 @_sparse(*overloads("neg_ div_.Tensor div_.Scalar"))
@@ -570,6 +582,20 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
 @_sparse(_aten._sparse_sum.default, _aten.sum.default, _aten.norm.Scalar, _aten.any.default, _aten.norm.ScalarOpt_dim)
 def _to_one(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     return _dense(engine, (), torch.bool if func is _aten.any.default else args[0].dtype, device)
+
+
+@_sparse(_aten.sum.dim_IntList)
+def _sum_that_may_keep_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """`sum_sparse_coo`."""
+    source, dims, keeps = (*args, None, False)[:3] if len(args) < 3 else args[:3]
+    dtype = kwargs.get("dtype") or (None if source.dtype.is_floating_point or source.dtype.is_complex else torch.int64)
+    source = source if dtype is None else source.to(dtype)
+    if dims is None:
+        return _aten._sparse_sum.default(source)
+    found = _aten._sparse_sum.dim(source, dims)
+    for dim in sorted(dim % source.dim() for dim in dims) if keeps else ():
+        found = found.unsqueeze(dim)
+    return found
 
 
 @_sparse(_aten._sparse_sum.dim)
