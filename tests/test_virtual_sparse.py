@@ -778,3 +778,23 @@ def test_a_module_that_holds_a_sparse_matrix_is_copied() -> None:
     again = copy.deepcopy(copied)
     assert torch.cuda.memory_allocated() - before == 2 * 512  # indices and values, each a block
     assert again.matrix._values().data_ptr() != copied.matrix._values().data_ptr()
+
+
+@pytest.mark.parametrize("values", ["", ",values=real"])
+def test_what_is_written_to_a_sparse_tensor_without_a_rule_is_refused(values: str) -> None:
+    gpu.turn_on(f"T4{values}")
+    a = matrix("cuda")
+    with pytest.raises(NotImplementedError, match="virtual GPU can"):
+        torch.abs(a, out=torch.zeros_like(a))
+
+
+def test_a_matrix_without_rows_is_compressed() -> None:
+    none = torch.zeros(0, 4, device="cuda")
+    assert [none.to_sparse(layout=layout, blocksize=size).shape for layout, size in EMPTY] == [(0, 4)] * 3
+
+
+EMPTY: list[tuple[torch.layout, Any]] = [
+    (torch.sparse_csr, None),
+    (torch.sparse_csc, None),
+    (torch.sparse_bsr, (1, 2)),
+]

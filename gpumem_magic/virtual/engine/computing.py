@@ -152,15 +152,22 @@ class ComputingEngine(Engine):
         found = EQUIVALENT.get(func)
         return None if found is None or found.gives is None else self.twins.placement(leaves(out)[found.gives])
 
-    def _out_of(self, func: Any, args: Any, result: Any, device: int) -> Any:
+    def _out_of(self, func: Any, args: Any, kwargs: Any, result: Any, device: int) -> Any:
         """The results on the device of an operator without a shape rule, in the shapes of the host's."""
         if func._schema.is_mutable:
             arguments = func._schema.arguments
             written = [arg for arg, argument in zip(args, arguments, strict=False) if argument.is_write]
+            written += [kwargs[argument.name] for argument in arguments if argument.is_out and argument.name in kwargs]
+            for one in leaves(written):
+                # (Another tensor takes the place of a sparse one's parts, of which its rule would know.)
+                if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
+                    refuse_to_hold(
+                        f"what `{func}` writes to a tensor with layout {one.layout}", "dense (padded) tensors"
+                    )
             count = len(func._schema.returns)
             return None if not count else written[0] if count == 1 else tuple(written)
         if isinstance(result, (list, tuple)):
-            return type(result)([self._out_of(func, args, item, device) for item in result])
+            return type(result)([self._out_of(func, args, kwargs, item, device) for item in result])
         if not isinstance(result, torch.Tensor):
             return result
         if result.layout is not torch.strided:

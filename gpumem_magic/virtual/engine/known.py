@@ -369,7 +369,7 @@ class KnownEngine(ComputingEngine):
         except CannotRun:
             if ahead is None:
                 raise
-            out = self._out_of(func, args, ahead[1], device)
+            out = self._out_of(func, args, kwargs, ahead[1], device)
         if (
             found is not None
             and not found.sure

@@ -512,7 +512,7 @@ class RealEngine(ComputingEngine):
             except CannotRun:
                 # What has no shape rule has a shape where it is computed.
                 self._ahead = self._ahead or self._computed(func, args, kwargs, device)
-                out = self._out_of(func, args, self._ahead[1], device)
+                out = self._out_of(func, args, kwargs, self._ahead[1], device)
             if self._ahead is not None:
                 self._keep(out, *self._ahead)
             elif has_values(func, args, out):

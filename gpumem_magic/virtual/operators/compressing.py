@@ -71,9 +71,8 @@ def _from_dense(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
     if host is None:
         count = engine.selected("to_sparse", rows * columns // math.prod(by))
     else:
-        tiles = host.ne(0).reshape(
-            -1, rows // by[0], by[0], columns // by[1], by[1], math.prod(source.shape[len(sides) :])
-        )
+        inner = math.prod(source.shape[len(sides) :])
+        tiles = host.ne(0).reshape(math.prod(batches), rows // by[0], by[0], columns // by[1], by[1], inner)
         count = int(tiles.any(-1).any(-1).any(2).sum()) // max(1, math.prod(batches))
     if batches and not source.numel():
         return made(engine, source.shape, source.dtype, layout, count, device, block)
