@@ -106,6 +106,33 @@ def test_results_that_begin_with_no_element_are_filled_where_algorithms_are_dete
     assert made(lambda: torch.arange(0, device="cuda")) == []
 
 
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("name", ["hann_window", "hamming_window", "bartlett_window"])
+def test_a_periodic_window_is_all_but_the_last_element_of_a_longer_one(name: str, times: int) -> None:
+    # (The second is made by what the first gave.)
+    for _ in range(times):
+        assert made(lambda: getattr(torch, name)(401, device="cuda")) == [1608]
+        assert made(lambda: getattr(torch, name)(401, periodic=False, device="cuda")) == [1604]
+    assert made(lambda: getattr(torch, name)(1, device="cuda")) == [4]
+
+
+def test_windows_that_are_sums_hold_their_terms() -> None:
+    for length, given in ((402, {}), (401, {"periodic": False})):
+        blackman = steps(lambda given=given: torch.blackman_window(401, device="cuda", **given))
+        assert blackman == [("alloc", 4 * length)] * 5 + [("free_requested", 4 * length)] * 4
+        kaiser = steps(lambda given=given: torch.kaiser_window(401, device="cuda", **given))
+        assert kaiser == [("alloc", 4 * length)] * 2 + [("free_requested", 4 * length)]
+    window = torch.kaiser_window(401, device="cuda")
+    assert window.shape == (401,)
+    assert torch.equal(window.cpu(), torch.kaiser_window(401))
+    assert made(lambda: torch.kaiser_window(1, device="cuda")) == [4]
+
+
+def test_windows_begin_with_a_range_that_is_filled(deterministic: None) -> None:
+    assert made(lambda: torch.hann_window(401, device="cuda")) == [1608, 4]
+    assert made(lambda: torch.blackman_window(401, device="cuda")) == [1608, 4, *[1608] * 4]
+
+
 def test_a_shuffle_is_filled_at_its_numbers(deterministic: None) -> None:
     filled = made(lambda: torch.randperm(50, device="cuda"))
     torch.use_deterministic_algorithms(False)

@@ -45,6 +45,9 @@ from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 # Their result begins with no element.
 _GROWN = ("arange", "range", "eye")
 _FILLED = ("zeros", "ones", "full")
+# Windows of two elements and more are worked out from a range (``TensorFactories.cpp``): in its place, or with so many tensors of
+# its size beside the result. A periodic one is all of a window but its last element.
+_WINDOWS = {"hann_window": 0, "hamming_window": 0, "bartlett_window": 0, "blackman_window": 4, "kaiser_window": 1}
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
 # Factories that must see values: made on the host, then copied, as the real ones are.
@@ -181,6 +184,18 @@ def _compressed_size(
 def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
     """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
     return made_plainly(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _is_whole(meta: torch.Tensor) -> bool:
+    """Whether nothing lies in its storage that it does not show, as a periodic window's last element does."""
+    return meta.untyped_storage().nbytes() == meta.nbytes
+
+
+def _all_but_the_last(meta: torch.Tensor) -> torch.Tensor:
+    """A vector that lies in a storage for one element more."""
+    count = meta.numel()
+    longer = made_plainly(_empty_strided, (count + 1,), (1,), dtype=meta.dtype, device=META)
+    return made_plainly(torch.as_strided, longer, (count,), (1,))
 
 
 @special(
@@ -425,11 +440,15 @@ class Factories:
         if name == "rand" and not (meta.is_floating_point() or meta.is_complex()):
             # (``DistributionTemplates.h``. Of `randn` the rule says so.)
             raise NotImplementedError(f"\"check_uniform_bounds\" not implemented for '{scalar_name(meta.dtype)}'")
+        is_worked_out = name in _WINDOWS and meta.numel() > 1
+        if is_worked_out and name == "kaiser_window" and (args[1] if len(args) > 1 else kwargs.get("periodic", True)):
+            meta = _all_but_the_last(meta)  # (The meta device makes no more than is seen, of this alone.)
         with self._engine.uninterrupted, self._engine.lock, origin(self._origin()):
-            made = self._engine.wrap(meta, index, name)
+            beside = _WINDOWS[name] if is_worked_out else 0
+            made = self._window(meta, index, name, beside) if beside else self._engine.wrap(meta, index, name)
             if name == "randperm":
                 hold_for_shuffle(self._engine, index, made)
-            elif name in _GROWN and meta.numel():
+            elif (name in _GROWN and meta.numel()) or (is_worked_out and not beside):
                 growing.fill(self._engine, index, made.element_size())
             elif name in _FILLED:
                 self._engine.memory.after_operator(_aten.fill_.Scalar, (made,), index)
@@ -439,6 +458,13 @@ class Factories:
             with untraced():
                 self._engine.fill(made, FactoryCall(original, args, on_host), index)
         return made
+
+    def _window(self, meta: torch.Tensor, index: int, name: str, beside: int) -> Any:
+        nbytes = meta.untyped_storage().nbytes()
+        with self._engine.scratch(index, nbytes):
+            growing.fill(self._engine, index, meta.element_size())
+            with self._engine.scratch(index, *[nbytes] * (beside - 1)):
+                return self._engine.wrap(meta, index, name)
 
     def _origin(self) -> str:
         """What an operator's rule makes for itself is that operator's, and no data of the program's."""
@@ -457,7 +483,7 @@ class Factories:
         if looks is not None:
             return made_plainly(_empty_strided, *looks[:2], dtype=looks[2], device=META)
         meta = made_plainly(original, *args, **kwargs)
-        if type(meta) is torch.Tensor and meta.layout is torch.strided and not meta.requires_grad:
+        if type(meta) is torch.Tensor and meta.layout is torch.strided and not meta.requires_grad and _is_whole(meta):
             if len(self._looks) >= _MOST_LOOKS:
                 self._looks.clear()
             self._looks[asked] = meta.size(), meta.stride(), meta.dtype
