@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from project_scripts import load
 from torch.overrides import TorchFunctionMode
 
 from gpumem_magic.virtual import gpu
+
+docstrings = load(Path(__file__).parents[1] / "benchmarks" / "docstrings.py")
 
 
 @pytest.fixture(params=["T4", "T4,values=real"], autouse=True)
@@ -105,3 +109,20 @@ def test_the_size_of_a_compressed_sparse_tensor_is_found_by_its_indices() -> Non
     blocks = torch.ones(4, 2, 3, device="cuda")
     assert torch.sparse_bsr_tensor(ends, places, blocks).shape == (4, 15)
     assert torch.sparse_compressed_tensor(ends, places, blocks, layout=torch.sparse_bsc).shape == (10, 6)
+
+
+def test_examples_show_the_same_where_new_tensors_are_on_the_device() -> None:
+    """A sample of what the command runs."""
+    gpu.turn_off()
+    gpu.turn_on("T4,values=real")
+    found = dict(docstrings._docstrings())
+    for name in (
+        "torch.sort",
+        "torch.nn.GRU",
+        "torch.func.jvp",
+        "torch.sparse_csr_tensor",
+        "torch.serialization.skip_data",
+    ):
+        on_card, on_host = (docstrings._run(found[name], name, device) for device in ("cuda", "cpu"))
+        assert on_card
+        assert [*map(docstrings._without_device, on_card)] == [*map(docstrings._without_device, on_host)], name
