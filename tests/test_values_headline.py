@@ -919,3 +919,53 @@ def test_what_is_only_looked_up_says_nothing(tmp_path: Path) -> None:
     assert not is_printed(place, line)
     place, line = read_in(tmp_path, "def f(x, names):\n    print(x.max().item())\n    return names[0]\n")
     assert not looks_up(place, line)
+
+
+# A client of checkpoints as trainers have it: the method that it calls has the name of its own.
+SAVES = """
+class Client:
+    def write(self):
+        self.saver().save(self.state, epoch=0, whole=True)
+
+    def gather(self, model, progress):
+        self.state = {name: one.cpu() for name, one in model.state_dict().items()}
+        self.write()
+
+    def save(self, model, epoch, progress=None):
+        model.wait()
+        self.gather(model, progress)
+
+
+class Recipe:
+    def keep(self, epoch):
+        self.client.save(self.model, epoch, progress=self.done)
+
+    def train(self):
+        for epoch in range(self.done, self.epochs):
+            self.model(epoch)
+            self.model.step(self.done)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        ("", "", False),
+        # The method that takes such a keyword may be the one that is called, and any may where none is given.
+        ("progress=None):", "progress=None, whole=False):", True),
+        ("progress=None):", "progress=None, *, whole=False):", True),
+        ("progress=None):", "progress=None, **others):", True),
+        ("    def save(", "    @rank_zero\n    def save(", True),
+        (", whole=True)", ")", True),
+        (", whole=True)", ", **self.options)", True),
+    ],
+)
+def test_a_call_with_a_keyword_that_a_function_does_not_take_is_of_another(
+    tmp_path: Path, before: str, after: str, ends: bool
+) -> None:
+    # (The model that a client waits for says how often the loop runs.)
+    source = SAVES.replace("model.wait()", "self.epochs = model")
+    place = tmp_path / "client.py"
+    place.write_text(source.replace(before, after) if before else source)
+    line = next(number for number, one in enumerate(place.read_text().splitlines(), 1) if ".cpu()" in one)
+    assert ends_a_loop(str(place), line) is ends

@@ -184,12 +184,13 @@ class _Reached:
                 for place in range(len(self._files)) if flows.is_shared(key) else (number,):
                     if self._found.get((place, key, level), sys.maxsize) > flow.source.first:
                         self._found[place, key, level] = flow.source.first
-                        for asked in self._keys_of(key, level):
+                        declared, given = flows.as_declared(key)
+                        for asked in self._keys_of(declared, level):
                             flowing = self._files[place].by_key.get(asked, ())
                             left += [
                                 (place, one, level)
                                 for one in flowing
-                                if self._follows(one.source, place, key, level) and _is_let(one)
+                                if self._follows(one.source, place, key, level) and _is_let(one, given)
                             ]
 
     def _keys_of(self, key: Key, level: int) -> Sequence[Key]:
@@ -253,5 +254,8 @@ def _is_as_written(one: Own) -> bool:
     return observers.is_nowhere_another(*one)
 
 
-def _is_let(flow: Flow) -> bool:
+def _is_let(flow: Flow, given: frozenset[str] = frozenset()) -> bool:
+    """given: the keywords of the call that it is an argument of. A function that does not take them is not the one called."""
+    if flow.takes is not None and not given <= flow.takes:
+        return False
     return flow.through is None or not observers.give_back_unchanged(*flow.through)

@@ -42,10 +42,10 @@ from gpumem_magic.looks.expressions import (
 from gpumem_magic.looks.wording import Own, Wording
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
-# arguments (``best(0``, ``best(limit``), which have no scope; ``::best()`` is that of a function which is no method, as in
-# ``torch.load()``. ``seen[]`` is what is in ``seen``, ``seen[=best]`` what is there under
-# that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it selects as a mask, ``seen!``
-# whether it is None, which a tensor's value alone does not make it.
+# arguments (``best(0``, ``best(limit``, and ``best(limit,of|0`` in a call with such keywords), which have no scope;
+# ``::best()`` is that of a function which is no method, as in ``torch.load()``. ``seen[]`` is what is in ``seen``,
+# ``seen[=best]`` what is there under that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it
+# selects as a mask, ``seen!`` whether it is None, which a tensor's value alone does not make it.
 Key = tuple[int, str]
 Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -121,12 +121,14 @@ class Through(NamedTuple):
 
 class Flow(NamedTuple):
     """kind: what is set holds the "value" (an "argument" does), a "whole" number made of it, a "count" or a "way" follows from a
-    test, an object is "told". through: it flows only if such methods let it."""
+    test, an object is "told". through: it flows only if such methods let it. takes: the parameters' names of the function that
+    it goes into, where that can be given no others."""
 
     source: Uses
     sets: tuple[Key, ...]
     kind: str
     through: Through | None = None
+    takes: frozenset[str] | None = None
 
 
 class Test(NamedTuple):
@@ -171,6 +173,13 @@ class FileFlows:
 def is_shared(key: Key) -> bool:
     """Whether a key means the same in every file."""
     return key[1].startswith(".") or "(" in key[1]
+
+
+def as_declared(key: Key) -> tuple[Key, frozenset[str]]:
+    """An argument's key as definitions know it, and the keywords of the call."""
+    before, given, place = key[1].partition("|")
+    name, _, keywords = before.rpartition("(")
+    return ((key[0], f"{name}({place}"), frozenset(keywords.split(","))) if given else (key, frozenset())
 
 
 def length(key: Key) -> Key:
@@ -234,11 +243,14 @@ class _FlowReader:
         name = owner.name if owner is not None and function.name == "__init__" else function.name
         names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
         named = names + [one.arg for one in function.args.kwonlyargs]
+        # (A decorator's function may take more, and what makes an object of a class.)
+        fixed = not (function.args.kwarg or function.decorator_list or function.name == "__init__")
+        takes = frozenset(named) if fixed else None
         for one in self._known_as(name, function, owner):
             for position, parameter in enumerate(names[1:] if owner is not None else names):
-                self._link((0, f"{one}({position}"), (function.lineno, parameter))
+                self._link((0, f"{one}({position}"), (function.lineno, parameter), takes)
             for parameter in named:
-                self._link((0, f"{one}({parameter}"), (function.lineno, parameter))
+                self._link((0, f"{one}({parameter}"), (function.lineno, parameter), takes)
         if owner is None:
             self._link((0, f"{name}()"), (0, f"::{name}()"))
         if any(isinstance(one, ast.Name) and "property" in one.id for one in function.decorator_list):
@@ -257,10 +269,10 @@ class _FlowReader:
         of_module = isinstance(call.func, ast.Attribute) and dotted(call.func.value) in self._modules
         return f"::{name}" if of_module else name
 
-    def _link(self, source: Key, target: Key) -> None:
+    def _link(self, source: Key, target: Key, takes: frozenset[str] | None = None) -> None:
         for what, whats in (("", ("",)), ("[]", ("[]", "[*]")), ("!", ("!",))):
             before, after = (source[0], f"{source[1]}{what}"), tuple((target[0], f"{target[1]}{one}") for one in whats)
-            self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value"))
+            self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value", takes=takes))
 
     def _key(self, name: str) -> Key:
         if "." in name:
@@ -403,14 +415,16 @@ class _FlowReader:
                 self._holds(test, one.func.value)
 
     def _call(self, call: ast.Call) -> None:
-        name, known_as = called(call), self._name_called(call)
+        name = called(call)
+        keywords = ",".join(sorted(one.arg for one in call.keywords if one.arg))
+        known_as = f"{self._name_called(call)}({keywords}|" if keywords else f"{self._name_called(call)}("
         for position, argument in enumerate(call.args):
-            self._flow(argument, ((0, f"{known_as}({position}"),), "argument")
-            self._may_be_none(argument, ((0, f"{known_as}({position}"),))
+            self._flow(argument, ((0, f"{known_as}{position}"),), "argument")
+            self._may_be_none(argument, ((0, f"{known_as}{position}"),))
         for one in call.keywords:
             if one.arg:
-                self._flow(one.value, ((0, f"{known_as}({one.arg}"),), "argument")
-                self._may_be_none(one.value, ((0, f"{known_as}({one.arg}"),))
+                self._flow(one.value, ((0, f"{known_as}{one.arg}"),), "argument")
+                self._may_be_none(one.value, ((0, f"{known_as}{one.arg}"),))
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
                 names = (*inside(call.func.value), *anywhere_in(call.func.value))
