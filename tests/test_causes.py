@@ -810,6 +810,16 @@ INNOCENT = [
     Case("", (SAVED, "model.load_state_dict(torch.load(file, map_location='cpu'))")),
     Case("", (SAVED, IN_FUNCTION.format(where="cpu"))),
     # A copy that was made in an earlier turn and is still at work: it follows the weights, or runs.
+    # Which numbers are positive is asked of what is there.
+    Case(
+        "",
+        (
+            SECOND,
+            "optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(4096, 1024, device='cuda')\n"
+            "for _ in range(4):\n    out = model(x)\n    out.mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+            "    share = (out > 0).float().mean()",
+        ),
+    ),
     *(Case("", (SECOND, LATER + work)) for work in ("average(other)", "other(x)")),
     # a fifth of the device is somebody else's, and most of it is free
     Case("", ("x = mib(1)", "y = mib(1)"), device="A100-40GB,idle=8GiB"),
@@ -1623,6 +1633,16 @@ GUILTY += [
             "    states = copy.deepcopy(optimizer.state_dict())",
         ),
         "Copy them to the host (`.cpu()`): the peak would be 136 MiB",
+    ),
+    # Nothing was loaded from a file.
+    Case(
+        "left_over_copy",
+        (
+            SECOND,
+            "for epoch in range(4):\n    step(model)\n    if epoch % 3 == 0:\n        best = copy.deepcopy(model.state_dict())\n"
+            "model.load_state_dict(best)",
+        ),
+        "or keep it on the host (`.cpu()`)",
     ),
     # What a lambda does where it is called.
     Case(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -83,6 +83,13 @@ def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike |
     last = max(maker for maker, _ in most)
     birth = births[last]
     return Alike(birth.shape or (), len(most), sum(size for _, size in most), birth, last)
+
+
+def alone(scene: Scene, alike: Alike) -> Alike:
+    """The same with those alone that were made at the same place by the same operator."""
+    made = alike.birth.kernel, alike.birth.place
+    sizes = [size for _, size, birth in _alive(scene) if (birth.kernel, birth.place) == made]
+    return replace(alike, count=len(sizes), bytes=sum(sizes), types=(alike.birth.dtype,) * len(sizes))
 
 
 def made_of_it(scene: Scene, alike: Alike) -> list[Birth]:

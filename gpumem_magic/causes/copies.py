@@ -34,7 +34,14 @@ def held_checkpoint(scene: Scene) -> Iterator[Cause]:
     loaded = frozenset(_LOADED.findall(scene.typed))
     weights = [_shape(one) for one in scene.held if one.kind == "parameter"]
     for place, names, gone in _holding_loaded(scene, loaded):
-        copies = [one for one in gone if one.kind == "tensor" and one.device == scene.device]
+        # (What the program copied on the device was not loaded.)
+        copies = [
+            one
+            for one in gone
+            if one.kind == "tensor"
+            and one.device == scene.device
+            and ((made := scene.alive.get(one.address)) is None or made.index not in scene.sources)
+        ]
         same = partnered(copies, _shape, weights)
         if size_of(same) < LEAST or 2 * size_of(same) < size_of(copies):
             continue
@@ -358,7 +365,10 @@ def _instead(scene: Scene, place: str, copy: Held) -> str:
     if copy.kind == "parameter" and _forwards_of(scene, copy):
         if follows or copy.dtype != "float32":
             return ""
-        return f"It runs, too. In bfloat16 (`{place}.bfloat16()`, and what it is given) it would take half of that."
+        # (A list of models has no `bfloat16`.)
+        is_one = any(station.place == place and _WHOLE.intersection(station.bases) for station in copy.trail)
+        code = f"`{place}.bfloat16()`" if is_one else "`.bfloat16()` of each"
+        return f"It runs, too. In bfloat16 ({code}, and what it is given) it would take half of that."
     if follows:
         return (
             "It follows the weights. On the host (`.cpu()`) it would take nothing here, but each update would bring the weights "

@@ -10,6 +10,7 @@ from math import prod
 from gpumem_magic.causes.alike import (
     Alike,
     alive_in_shapes,
+    alone,
     behind,
     bytes_of,
     made_by,
@@ -260,7 +261,12 @@ def _multiplied(scene: Scene, alike: Alike) -> str:
 def _other(scene: Scene, alike: Alike) -> Cause | None:
     """What other operator makes much of little: no fault, and often the reason."""
     birth = alike.birth
-    if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel) or alike.bytes < scene.part_of_peak(4):
+    if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel):
+        return None
+    if birth.dtype == "bool" or birth.kernel == "_to_copy":
+        # What else has the shape was there before: who asks which numbers are positive has the numbers.
+        alike = alone(scene, alike)
+    if alike.bytes < scene.part_of_peak(4):
         return None
     times = bytes_of(alike.shape, birth.dtype) // max(1, _given(birth))
     given = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])

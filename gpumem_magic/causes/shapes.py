@@ -22,6 +22,7 @@ _PRODUCTS = frozenset({"bmm", "baddbmm", "matmul", "mm", "unsafe_view", "einsum"
 _INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalue", "max_pool2d_with_indices"})
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
+_ASKED_FOR = re.compile(r"\boutput_attentions\s*=\s*True")
 _WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
 _ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
 # Square scores below this are small change.
@@ -268,6 +269,8 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
             "(batch, heads, length, features), and most of them 16-bit numbers.",
         )
     if "eager" in place.function:
+        if _ASKED_FOR.search(scene.typed):
+            return at, '`output_attentions=True` asks for them: without it, `attn_implementation="sdpa"` stores none.'
         return at, '`attn_implementation="sdpa"`, where the model is loaded or made, never stores them.'
     return at, _WITHOUT_SCORES
 
