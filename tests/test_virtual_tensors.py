@@ -316,3 +316,35 @@ def test_sparse_tensors_hold_their_parts() -> None:
     assert sparse.device.type == "cuda"
     assert allocated() == 2 * 512
     assert sparse.to_dense().shape == (3, 3)
+
+
+def test_a_module_has_other_parameters_where_it_goes_to_or_comes_from_meta() -> None:
+    """As `Module._apply` has it: an optimizer keeps the memory of those from before."""
+    model = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    weight = model.weight
+    weight.grad = torch.ones_like(weight)
+    before = torch.cuda.memory_allocated()
+    model.to("meta")
+    assert model.weight is not weight
+    assert (model.weight.device.type, weight.device.type) == ("meta", "cuda")
+    assert model.weight.grad is not None
+    assert model.weight.grad.device.type == "meta"
+    assert torch.cuda.memory_allocated() == before
+    del weight
+    assert torch.cuda.memory_allocated() < before
+    empty, other = model.weight, model.to_empty(device="cuda").weight
+    assert (empty.device.type, other.device.type) == ("meta", "cuda")
+    model.cpu().cuda()
+    assert model.weight is other
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        assert model.cpu().weight is not other
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def test_a_weight_under_two_names_is_two_behind_meta() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4, bias=False) for _ in range(2))).cuda()
+    model[1].weight = model[0].weight
+    model.to("meta")
+    assert model[0].weight is not model[1].weight

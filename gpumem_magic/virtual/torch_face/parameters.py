@@ -214,6 +214,12 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
         made[id(parameter)] = (parameter, applied)
         if isinstance(parameter, VirtualTensor) or isinstance(applied, VirtualTensor):
             ours = True
+            if not scripted and _makes_another(parameter, applied):
+                parameters[key] = another = _another(parameter, applied, fn)
+                made[id(another)] = (another, another)
+                # (A weight under two names becomes two.)
+                del made[id(parameter)]
+                continue
             _convert_parameter(parameter, applied, fn)
             # Not the converted tensor: it is the parameter now, and nothing else may hold it.
             made[id(parameter)] = (parameter, parameter)
@@ -240,6 +246,22 @@ def _apply_to_own(module: torch.nn.Module, fn: _Convert, original_apply: _Apply)
         if buffer is not None:
             module._buffers[key] = fn(buffer)
     return module
+
+
+def _makes_another(parameter: torch.Tensor, applied: torch.Tensor) -> bool:
+    """Whether the module has another parameter afterwards (`Module._apply`): to and from meta, or where a program wants that."""
+    if torch.__future__.get_swap_module_params_on_conversion() or applied is parameter:
+        return False
+    on_meta = {parameter.device.type, applied.device.type} == {"cuda", "meta"}
+    return on_meta or torch.__future__.get_overwrite_module_params_on_conversion()
+
+
+def _another(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(applied, parameter.requires_grad)
+    if parameter.grad is not None:
+        with torch.no_grad():
+            made.grad = fn(parameter.grad).requires_grad_(parameter.grad.requires_grad)
+    return made
 
 
 def _convert_parameter(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> None:
