@@ -118,6 +118,11 @@ def _ring(number: int, frame: FrameType | None) -> None:
     raise TimeoutError
 
 
+def _display(value: object) -> None:
+    if value is not None:
+        print(repr(value))
+
+
 def _docstrings() -> Iterator[tuple[str, str]]:
     """Those that have examples, by name; each text once."""
     seen = set()
@@ -162,8 +167,11 @@ def _run(text: str, name: str, device: str) -> list[Shown]:
 
 
 def _shown(statement: str, name: str, namespace: dict[str, Any]) -> Shown:
-    shown, error = io.StringIO(), ""
-    signal.alarm(_SECONDS)
+    shown, error, hook = io.StringIO(), "", sys.displayhook
+    if signal.getsignal(signal.SIGALRM) is _ring:
+        signal.alarm(_SECONDS)
+    # (Python's own leaves a value in `builtins`.)
+    sys.displayhook = _display
     try:
         with (
             contextlib.redirect_stdout(shown),
@@ -176,6 +184,7 @@ def _shown(statement: str, name: str, namespace: dict[str, Any]) -> Shown:
         error = f"{type(raised).__name__}: {str(raised)[:200]}"
     finally:
         signal.alarm(0)
+        sys.displayhook = hook
     return Shown(statement, re.sub("0x[0-9a-f]+", "0x", shown.getvalue()), error)
 
 

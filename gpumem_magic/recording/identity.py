@@ -620,13 +620,14 @@ def _in_states(value: Any, name: str, limit: int, depth: int) -> Iterator[Named]
     """The states in what an optimizer's `state_dict()` gave, or a copy of that, or a file with it."""
     if not objects.is_a(value, dict) or depth == 0:
         return
-    items = dict(islice(dict.items(value), limit))
-    if objects.is_a(items.get("state"), dict) and objects.is_a(items.get("param_groups"), list):
-        yield from islice(_tensors_in(items["state"], f"{name}['state']", END_LIMIT, _DEPTH), END_LIMIT)
+    # (Keys are the program's own, of which nothing may be asked.)
+    items = [(key, item) for key, item in islice(dict.items(value), limit) if type(key) is str]
+    known = {key: item for key, item in items if key in ("state", "param_groups")}
+    if objects.is_a(known.get("state"), dict) and objects.is_a(known.get("param_groups"), list):
+        yield from islice(_tensors_in(known["state"], f"{name}['state']", END_LIMIT, _DEPTH), END_LIMIT)
         return
-    for key, item in items.items():
-        if objects.is_a(key, str):
-            yield from _in_states(item, f"{name}[{objects.shown(key)[:40]}]", limit, depth - 1)
+    for key, item in items:
+        yield from _in_states(item, f"{name}[{objects.shown(key)[:40]}]", limit, depth - 1)
 
 
 def _without_wrappers(name: str) -> str:
