@@ -196,16 +196,15 @@ def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """A request, and the three files that came with it. Raises ConnectionError where whoever asks is gone before all of it came:
     a launcher ends its other processes when one fails, also those that have only begun."""
     length, files, _, _ = socket.recv_fds(connection, 10, 3)
-    text = b""
-    while length and len(text) < int(length):
-        part = connection.recv(int(length) - len(text))
+    # (Who is gone before that sends nothing more, either.)
+    text, wanted = b"", int(length or 1)
+    while len(text) < wanted:
+        part = connection.recv(wanted - len(text))
         if not part:
-            break
+            for file in files:
+                os.close(file)
+            raise ConnectionError("whoever asked is gone")
         text += part
-    if not length or len(text) < int(length):
-        for file in files:
-            os.close(file)
-        raise ConnectionError("whoever asked is gone")
     return json.loads(text), files
 
 

@@ -314,7 +314,8 @@ class Tensors:
         return tenants(self._allocations, looks)
 
     @cached_property
-    def _sources(self) -> Mapping[int, int]:
+    def sources(self) -> Mapping[int, int]:
+        """Index of an allocation -> that of what it was made as a copy of."""
         return copied_from(self._log, self._allocations)
 
     @cached_property
@@ -350,7 +351,7 @@ class Tensors:
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
-        source = self._sources.get(one.index)
+        source = self.sources.get(one.index)
         if source is not None and dtype == _BYTES and self._allocations[source].requested == one.requested:
             # A storage is copied as bytes (`copy.deepcopy`), whatever looks at it.
             copied = self.facts(self._allocations[source])

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpumem_magic.attribution.copied import copied_from
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText, Written
 from gpumem_magic.devices.base import Birth, FilledPart, Label
@@ -132,10 +131,10 @@ class Scene:
         """How allocations came to be, by the events, in order."""
         return sorted(self.recording.logs[self.device].births.items())
 
-    @cached_property
-    def sources(self) -> dict[int, int]:
+    @property
+    def sources(self) -> Mapping[int, int]:
         """Index of an allocation -> that of what it was made as a copy of."""
-        return copied_from(self.recording.logs[self.device], self.timeline.allocations)
+        return {} if self.tensors is None else self.tensors.sources
 
     @cached_property
     def alive(self) -> dict[int, Allocation]:

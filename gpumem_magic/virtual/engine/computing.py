@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -34,6 +35,20 @@ FIRST = set(
 _FIRST_OF_LIBRARIES = {"torchvision::nms"}
 # Checks, which return nothing.
 _CHECKS = set(overloads("_assert_async _assert_async.msg _linalg_check_errors"))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that the operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    return list(leaves(list(_written_arguments(schema, args, kwargs))))
+
+
+def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    for number, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
 
 
 class ComputingEngine(Engine):
@@ -155,10 +170,8 @@ class ComputingEngine(Engine):
     def _out_of(self, func: Any, args: Any, kwargs: Any, result: Any, device: int) -> Any:
         """The results on the device of an operator without a shape rule, in the shapes of the host's."""
         if func._schema.is_mutable:
-            arguments = func._schema.arguments
-            written = [arg for arg, argument in zip(args, arguments, strict=False) if argument.is_write]
-            written += [kwargs[argument.name] for argument in arguments if argument.is_out and argument.name in kwargs]
-            for one in leaves(written):
+            written = written_by(func, args, kwargs)
+            for one in written:
                 # (Another tensor takes the place of a sparse one's parts, of which its rule would know.)
                 if isinstance(one, torch.Tensor) and one.layout is not torch.strided:
                     refuse_to_hold(

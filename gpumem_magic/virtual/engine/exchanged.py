@@ -98,7 +98,7 @@ def _rows(given: torch.Tensor, into: torch.Tensor, splits: Sequence[Sequence[int
     if not len(part):
         return torch.zeros_like(into)
     # (Who gets more than this one would send has the same rows again.)
-    return torch.cat([part[torch.arange(count, device="cpu") % len(part)] for count in to_me])
+    return torch.cat([part[torch.arange(count) % len(part)] for count in to_me])
 
 
 def _reduce_in_place(company: Company, tensors: Any, *others: Any) -> None:

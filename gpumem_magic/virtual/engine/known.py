@@ -25,6 +25,7 @@ from gpumem_magic.virtual.engine.computing import (
     dim_of_size,
     has_values,
     runs_in_parts,
+    written_by,
 )
 from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_only
 from gpumem_magic.virtual.engine.memory import Memory
@@ -35,7 +36,7 @@ from gpumem_magic.virtual.engine.triangles import Shape, Triangle
 from gpumem_magic.virtual.engine.twins import leaves, mapped, on_host
 from gpumem_magic.virtual.engine.uniform import Uniform
 from gpumem_magic.virtual.engine.values import Known
-from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, sized_by_values, way_of, written_by
+from gpumem_magic.virtual.engine.ways import OF_SHAPES, OVERWRITING, SENDING, Way, sized_by_values, way_of
 
 # The largest view of known values that an operator is run on, in elements: more than is kept, for sums over what is expanded.
 _MOST_READ = 1 << 20

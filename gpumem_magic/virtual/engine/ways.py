@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,6 @@ import torch
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import few, guesses, kernel_rules, refused_values, shares, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
-from gpumem_magic.virtual.engine.twins import leaves
 
 # They write all of their first argument.
 OVERWRITING = set(overloads("zero_ fill_.Scalar fill_.Tensor copy_"))
@@ -73,17 +72,3 @@ def way_of(func: Any) -> Way:
 
 def sized_by_values(func: Any) -> bool:
     return torch.Tag.dynamic_output_shape in func.tags
-
-
-def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that the operator writes to."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return []
-    return list(leaves(list(_written_arguments(schema, args, kwargs))))
-
-
-def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for number, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            yield args[number] if number < len(args) else kwargs.get(argument.name)

@@ -92,7 +92,7 @@ def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.
     if exchange is None or sent is None or any(leaf.numel() > values.MOST_GUESSED for leaf in written):
         return []
     with host_only():
-        hosts = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype, device="cpu") for leaf in written} | sent.hosts
+        hosts = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written} | sent.hosts
         exchange(sent.company, *_with(hosts, args))
     sure = sent.sure and (not receives or sent.company.size < 2)
     return [(leaf, hosts[id(leaf)], sure) for leaf in written]

@@ -26,6 +26,7 @@ from gpumem_magic.virtual.operators.compressed_parts import IN_BLOCKS, is_compre
 from gpumem_magic.virtual.operators.compressing import flipped
 from gpumem_magic.virtual.operators.data_dependent import _placed
 from gpumem_magic.virtual.operators.shapes import empty_like
+from gpumem_magic.virtual.operators.sparse import ASKED_OF_EACH, OF_EACH_ELEMENT
 from gpumem_magic.virtual.operators.sparse_products import by_rows, products_of
 
 _32_BITS, _INDEX = 4, 8
@@ -57,11 +58,10 @@ def _like(engine: Engine, source: Any, elements: Any, device: int) -> Any:
 
 
 @_compressed(
-    *overloads("""
-    neg abs sqrt sin sinh tan tanh asin asinh atan atanh expm1 log1p sgn sign relu isnan isinf isposinf isneginf signbit floor
-    ceil round trunc frac erf erfinv angle rad2deg deg2rad pow.Tensor_Scalar mul.Scalar div.Scalar empty_like ones_like clone
-    _conj_physical
-""")
+    *overloads(
+        f"{OF_EACH_ELEMENT} {ASKED_OF_EACH} neg angle pow.Tensor_Scalar mul.Scalar div.Scalar empty_like ones_like clone"
+        " _conj_physical"
+    )
 )
 def _same_places(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     kwargs = {name: value for name, value in kwargs.items() if name != "layout"}

@@ -152,10 +152,8 @@ def _unchecked(original: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
 
 # Each in the order in which it is given.
 _PARTS = (
-    *("crow_indices", "ccol_indices", "compressed_indices"),
-    *("col_indices", "row_indices", "plain_indices"),
-    "values",
-)
+    "crow_indices", "ccol_indices", "compressed_indices", "col_indices", "row_indices", "plain_indices", "values",
+)  # fmt: skip
 
 
 def _parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

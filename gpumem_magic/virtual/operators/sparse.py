@@ -28,6 +28,12 @@ from gpumem_magic.virtual.operators.shapes import empty_like
 from gpumem_magic.virtual.operators.sparse_products import by_coordinates
 
 _INDEX_BYTES = 8
+# What is done to the elements alone in each sparse form (``SparseUnaryOps.cpp``, ``SparseCsrTensorMath.cpp``), and asked of them.
+OF_EACH_ELEMENT = (
+    "abs sqrt sin sinh tan tanh asin asinh atan atanh expm1 log1p sgn sign relu floor ceil round trunc frac erf erfinv rad2deg"
+    " deg2rad"
+)
+ASKED_OF_EACH = "isnan isinf isposinf isneginf signbit"
 _LINEAR = {*overloads("neg _conj_physical")}
 _NEW_PRODUCT = {_aten.mul_.Tensor: _aten.mul.Tensor, _aten.mul_.Scalar: _aten.mul.Scalar}
 
@@ -115,12 +121,7 @@ def _check_pair(func: Any, args: Any, kwargs: Any) -> None:
 # ---- the same places, other values
 
 
-@_sparse(
-    *overloads("""
-    neg abs sqrt sin sinh tan tanh asin asinh atan atanh expm1 log1p sgn sign relu isnan isinf isposinf isneginf signbit floor
-    ceil round trunc frac erf erfinv nan_to_num rad2deg deg2rad _conj_physical
-""")
-)
+@_sparse(*overloads(f"{OF_EACH_ELEMENT} {ASKED_OF_EACH} nan_to_num neg _conj_physical"))
 def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Of what is there once; only what is linear is done to parts of sums (`coalesced_unary_ufunc` in
     ``SparseUnaryOps.cpp``)."""
@@ -130,12 +131,7 @@ def _each(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     return join(empty_like(engine, old.indices, device), values, source.shape, source.is_coalesced())
 
 
-@_sparse(
-    *overloads(
-        "abs_ sqrt_ sin_ sinh_ tan_ tanh_ asin_ asinh_ atan_ atanh_ expm1_ log1p_ sgn_ sign_ floor_ ceil_ round_ trunc_ frac_"
-        " erf_ erfinv_ nan_to_num_ rad2deg_ deg2rad_ relu_"
-    )
-)
+@_sparse(*overloads(" ".join(f"{name}_" for name in (*OF_EACH_ELEMENT.split(), "nan_to_num"))))
 def _each_in_place(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     if not args[0].is_coalesced():
         raise RuntimeError(f"{func._schema.name.removeprefix('aten::')} requires coalesced input")
@@ -587,7 +583,7 @@ def _to_one(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 @_sparse(_aten.sum.dim_IntList)
 def _sum_that_may_keep_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """`sum_sparse_coo`."""
-    source, dims, keeps = (*args, None, False)[:3] if len(args) < 3 else args[:3]
+    source, dims, keeps = (*args, None, False)[:3]
     dtype = kwargs.get("dtype") or (None if source.dtype.is_floating_point or source.dtype.is_complex else torch.int64)
     source = source if dtype is None else source.to(dtype)
     if dims is None:
