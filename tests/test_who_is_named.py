@@ -250,3 +250,14 @@ def test_a_cell_moves_a_lazy_module_as_its_first_thing(book: Notebook) -> None:
         )
     assert report.error is None
     assert report.peak.categories["parameters"] == 1025 * 4096
+
+
+def test_what_is_read_from_a_file_looks_as_whoever_has_it_sees_it(book: Notebook) -> None:
+    """(Its storage is read as bytes.)"""
+    with book.forgetting():
+        book.cell(
+            "import io\nfile = io.BytesIO()\ntorch.save(torch.nn.Linear(1024, 1024, bias=False).cuda().state_dict(), file)"
+        )
+        report = book.measured("file.seek(0)\nread = torch.load(file)")
+    (read,) = [one for one in report.tensors() if one.kept_by.startswith("read")]
+    assert (read.dtype, read.shape) == ("float32", (1024, 1024))

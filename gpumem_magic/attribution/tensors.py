@@ -351,11 +351,14 @@ class Tensors:
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
-        source = self.sources.get(one.index)
-        if source is not None and dtype == _BYTES and self._allocations[source].requested == one.requested:
-            # A storage is copied as bytes (`copy.deepcopy`), whatever looks at it.
-            copied = self.facts(self._allocations[source])
-            shape, dtype = copied.shape, copied.dtype
+        if dtype == _BYTES:
+            # A storage is copied (`copy.deepcopy`) and read from a file as bytes, whatever looks at it.
+            source = self.sources.get(one.index)
+            if source is not None and self._allocations[source].requested == one.requested:
+                copied = self.facts(self._allocations[source])
+                shape, dtype = copied.shape, copied.dtype
+            elif seen is not None and seen.dtype != _BYTES and len(shape or ()) == 1:
+                shape, dtype = seen.shape, seen.dtype
         if label.name == TRIALS:
             return TensorFacts(
                 label.category,
