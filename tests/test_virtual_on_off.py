@@ -71,6 +71,7 @@ def state() -> dict[str, Any]:
     found["numpy rng"] = [part.tolist() if isinstance(part, np.ndarray) else part for part in np.random.get_state()]
     found["initialised"] = torch.cuda.is_initialized(), torch.cuda.is_available()
     found["default device"] = torch.get_default_device()
+    found["what torch.device is"] = type(torch.device)
     return found
 
 
@@ -123,6 +124,8 @@ def test_everything_is_as_before_after_off() -> None:
     work()
     gpu.turn_off()
     assert differences(before, state()) == []
+    with pytest.raises(RuntimeError, match="accelerator"):
+        torch.device(0)
 
 
 def test_everything_is_as_before_after_an_error_of_the_program() -> None:

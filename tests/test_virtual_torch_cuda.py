@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import device as device_taken_before
 
 from gpumem_magic.files.loaded import load
 from gpumem_magic.virtual import gpu
@@ -48,6 +50,44 @@ def test_there_are_devices() -> None:
     assert torch.cuda.is_bf16_supported(including_emulation=False) is False
     assert torch.cuda.can_device_access_peer(0, 1)
     assert torch.backends.cuda.is_built() in (True, False)
+
+
+def test_a_bare_number_is_a_device_of_the_type_that_it_always_is() -> None:
+    """A library goes by `type(device) is torch.device` (torchtuples, under pycox), and took the name before."""
+    for kind in (torch.device, device_taken_before, torch._C.device):
+        found = kind(1)
+        assert found == torch.device("cuda", 1)
+        assert type(found) is torch.device is kind
+        assert isinstance(found, kind)
+        assert kind("cuda:1") == kind("cuda", 1) == kind(type="cuda", index=1) == found
+    assert type(torch.zeros(1, device="cuda").device) is torch.device
+    assert (torch.device.__module__, torch.device.__qualname__) == ("torch", "device")
+    for dump, load_again in ((pickle.dumps, pickle.loads), (pickle._dumps, pickle._loads)):  # type: ignore[attr-defined]
+        assert load_again(dump(torch.device)) is torch.device
+        assert load_again(dump(torch.device("cuda", 1))) == torch.device("cuda", 1)
+    assert copy.deepcopy({"on": torch.device, "it": torch.device(0)}) == {
+        "on": torch.device,
+        "it": torch.device("cuda", 0),
+    }
+    with pytest.raises(RuntimeError, match="Expected one of cpu, cuda"):
+        torch.device("nonsense")
+    with pytest.raises(TypeError, match="device"):
+        torch.device(1.5)  # type: ignore[call-overload]
+
+
+def test_scripts_and_compiled_functions_know_the_type_of_devices() -> None:
+    @torch.jit.script
+    def scripted(x: torch.Tensor, to: torch.device) -> torch.Tensor:
+        return x.to(torch.device("cpu")).to(to)
+
+    assert scripted(zeros(1), torch.device("cpu")).device.type == "cpu"
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        to = torch.device("cuda", 0)
+        return x.to(to) + 1 if type(to) is torch.device and isinstance(x.device, torch.device) else x
+
+    assert compiled(torch.zeros(2)).device == torch.device(0)
 
 
 def test_initialisation_is_said_as_cuda_says_it() -> None:

@@ -6,7 +6,6 @@ its hooks enter another. Nodes are numbered in their order, so that it is enough
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from bisect import bisect_right
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 from torch._C._autograd import _get_sequence_nr
 
-from gpumem_magic.looks.tensors import no_functions
-from gpumem_magic.virtual.engine import function_modes
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.waiting import CAPTURING, refuse_waiting
@@ -301,43 +298,6 @@ class DeviceOf(DeviceContext):
 
     def __init__(self, tensor: Any) -> None:
         super().__init__(tensor.get_device() if getattr(tensor, "is_cuda", False) else None)
-
-
-class _DeviceKind(type):
-    """Stands for the type `torch.device`, which asks C++ for an accelerator when it is given a bare number."""
-
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and type(args[0]) is int:
-            args = "cuda", args[0]
-        if function_modes.are_on() and sys._getframe(1).f_globals.get("__name__", "").startswith("gpumem_magic."):
-            # (C++ asks the program's modes, which have no business with what is made in here.)
-            with no_functions():
-                return _DEVICE(*args, **kwargs)
-        return _DEVICE(*args, **kwargs)
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, _DEVICE)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, _DEVICE)
-
-    # `type(device) == torch.device` holds. (PyTorch's graphs find the name that their code says so.)
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is _DEVICE
-
-    def __hash__(cls) -> int:
-        return hash(_DEVICE)
-
-
-class DeviceByNumber(metaclass=_DeviceKind):
-    """`torch.device` while the virtual GPU is on: makes ordinary `torch.device` objects; ``torch.device(0)`` is ``cuda:0``."""
-
-    # TorchScript knows the type by its identity (`inspect.unwrap`).
-    __wrapped__ = _DEVICE
-
-
-# Pickles find the type by its name.
-DeviceByNumber.__module__, DeviceByNumber.__name__, DeviceByNumber.__qualname__ = "torch", "device", "device"
 
 
 class _GeneratorKind(type(torch.Generator)):  # type: ignore[misc]

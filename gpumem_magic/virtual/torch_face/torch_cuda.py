@@ -19,7 +19,7 @@ import torch.cuda.streams
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine import waiting
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork
-from gpumem_magic.virtual.torch_face import streams
+from gpumem_magic.virtual.torch_face import device_type, streams
 from gpumem_magic.virtual.torch_face.cuda_memory import CudaMemory
 from gpumem_magic.virtual.torch_face.streams import CURRENT, device_index
 
@@ -68,7 +68,7 @@ class CudaFace:
             _replace(patches, (torch.cuda, torch.cuda.streams), name, kind)
         patches.set(torch.cuda, "default_generators", self._generators)
         patches.set(torch, "Generator", streams.Generator)
-        patches.set(torch, "device", streams.DeviceByNumber)
+        device_type.install(patches)
         patches.set(torch, "Stream", streams.AnyStream)
         patches.set(streams, "begin_pool", self._machine.begin_streams)
         patches.set(torch, "Event", streams.AnyEvent)
