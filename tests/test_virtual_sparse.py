@@ -724,6 +724,30 @@ def test_in_place_too_a_list_longer_than_the_places_is_summed_up() -> None:
     assert asked[:4] == [9 * 4, 2 * 18 * 8, 18 * 4, 18 * 8]
 
 
+def test_sums_hold_both_lists_and_not_what_the_host_merges() -> None:
+    """`add_out_sparse_cuda`: the places and the values of both, in order, until there are more of them than places."""
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,values=real")
+    ours = torch.sparse_coo_tensor(torch.tensor([[0, 1], [1, 2]]), torch.tensor([1.0, 2.0]), (3, 3)).coalesce().cuda()
+    theirs = torch.sparse_coo_tensor(torch.tensor([[0, 2], [1, 0]]), torch.tensor([3.0, 4.0]), (3, 3)).coalesce().cuda()
+    for made_of, values in (
+        (ours + theirs, [1, 2, 3, 4]),
+        (ours.sub(theirs, alpha=2), [1, 2, -6, -8]),
+        (ours.clone().add_(theirs, alpha=3), [1, 2, 9, 12]),
+        (ours.clone().sub_(theirs.long()), [1, 2, -3, -4]),
+    ):
+        assert not made_of.is_coalesced()
+        assert made_of._indices().tolist() == [[0, 1, 0, 2], [1, 2, 1, 0]]
+        assert made_of._values().tolist() == values
+    narrow = ours.half().add_(theirs)
+    assert (narrow.dtype, narrow._values().tolist()) == (torch.float16, [4, 2, 4])
+    nothing = torch.sparse_coo_tensor((3, 3)).cuda()
+    assert (nothing - theirs)._values().tolist() == [-3, -4]
+    assert (ours + nothing)._values().tolist() == [1, 2]
+    many = (ours + theirs) + (ours + theirs)
+    assert (many._nnz(), (many + ours)._values().tolist()) == (8, [9, 6, 8])
+
+
 def test_places_are_spread_over_sides_of_one() -> None:
     column = torch.ones(5, 1).to_sparse().to("cuda")
     results = []

@@ -14,7 +14,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.calls import is_made_of_others
 from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
-from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, HostCall, host_only, refuse_to_compute
+from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
@@ -118,7 +118,10 @@ class ComputingEngine(Engine):
     def _call(self, func: Any, args: Any, kwargs: Any, device: int) -> HostCall:
         found = EQUIVALENT.get(func)
         taken = None if found is None or found.takes is None else self.twins.placement(args[found.takes])
-        return HostCall(func, *self._hosts(args, kwargs), device, taken)
+        hosts, named = self._hosts(args, kwargs)
+        if self.holds_sparse and func in OF_SPARSE and all(getattr(arg, "is_sparse", False) for arg in hosts[:2]):
+            func = OF_SPARSE[func]
+        return HostCall(func, hosts, named, device, taken)
 
     def _hosts(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """The arguments on the host. To be called inside `host_only`."""

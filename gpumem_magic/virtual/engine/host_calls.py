@@ -52,6 +52,20 @@ def equivalent(
     return register
 
 
+# What it does in place of an operator of two sparse tensors, which dense ones don't share.
+OF_SPARSE: dict[Any, _Function] = {}
+
+
+def of_sparse(*functions: Any) -> Callable[[_Function], _Function]:
+    """Registers what the host does in place of an operator where both arguments are sparse (coordinate format)."""
+
+    def register(function: _Function) -> _Function:
+        OF_SPARSE.update(dict.fromkeys(functions, function))
+        return function
+
+    return register
+
+
 def is_plain(func: Any) -> bool:
     """Whether the host does as the operator says, and draws no random numbers."""
     known = _PLAIN.get(id(func))

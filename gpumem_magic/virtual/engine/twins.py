@@ -126,7 +126,7 @@ class Twins:
                 result = result.coalesce()
             indices, values = result._indices(), result._values()
             if len(values) < count:
-                # CUDA puts lists one behind the other where the host sums them up.
+                # CUDA keeps places that the host leaves out (of products).
                 indices, values = _padded(indices, values, count)
             return self.keep(ours[0], indices, given) and self.keep(ours[1], values, given)
         if result.layout is not torch.strided:

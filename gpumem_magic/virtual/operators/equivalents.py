@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.half_precision import HALF
-from gpumem_magic.virtual.engine.host_calls import equivalent, refuse_to_compute, with_gradients
+from gpumem_magic.virtual.engine.host_calls import equivalent, of_sparse, refuse_to_compute, with_gradients
 
 # ---- dropout
 
@@ -39,6 +39,39 @@ def _dropout_backward(gradient: Any, mask: Any, scale: float) -> Any:
 def _log_sigmoid_backward(gradient: Any, input: Any, buffer: Any) -> Any:
     """CUDA keeps no buffer for it."""
     return _aten.log_sigmoid_backward.default(gradient, input, _aten.log_sigmoid_forward.default(input)[1])
+
+
+@of_sparse(_aten.add.Tensor)
+def _sum_of_lists(left: Any, right: Any, *, alpha: Any = 1, into: torch.dtype | None = None) -> Any:
+    """One behind the other, where the host merges them (`add_out_sparse_cuda`; when they are summed up says `sparse._summed`)."""
+    common = torch.promote_types(left.dtype, right.dtype)
+    if not right._nnz() or not left._nnz():
+        return (left if left._nnz() else right * alpha).to(into or common)
+    theirs = right._values().to(common)
+    made = torch.sparse_coo_tensor(
+        torch.cat([left._indices(), right._indices()], 1),
+        torch.cat([left._values().to(common), theirs if alpha == 1 else theirs * alpha]),
+        left.shape,
+        check_invariants=False,
+    )
+    if into not in (None, common):
+        return made.coalesce().to(into)
+    return made.coalesce() if made._nnz() > left.numel() else made
+
+
+@of_sparse(_aten.sub.Tensor)
+def _difference_of_lists(left: Any, right: Any, *, alpha: Any = 1) -> Any:
+    return _sum_of_lists(left, right, alpha=-alpha)
+
+
+@of_sparse(_aten.add_.Tensor)
+def _added_list(left: Any, right: Any, *, alpha: Any = 1) -> Any:
+    return _sum_of_lists(left, right, alpha=alpha, into=left.dtype)
+
+
+@of_sparse(_aten.sub_.Tensor)
+def _subtracted_list(left: Any, right: Any, *, alpha: Any = 1) -> Any:
+    return _added_list(left, right, alpha=-alpha)
 
 
 @equivalent(_aten.nansum.default)
