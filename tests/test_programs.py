@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib
 import json
@@ -89,6 +90,11 @@ def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None
     assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")
     assert same(f"run {'0a' * 16}:\nloss 1.0\n", f"run {'1b' * 16}:\nloss 1.0\n")
     assert same("", "loss 1.0\n") is None
+    # Where both came to their end, one that did less of its work does not print the same.
+    assert not same("loss 1.0\n", "loss 1.0\nloss 0.5\n", whole=True)
+    assert not same("", "loss 1.0\n", whole=True)
+    assert same("loss 1.0\n", "loss 1.0\ntook 9 seconds\n", whole=True)
+    assert same("", "", whole=True) is None
 
 
 def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]) -> None:
@@ -118,6 +124,47 @@ def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]
     # It did not come to the device, or left no report.
     assert judging.way_taken(went("", 0, turns=0, status=None), real) == ""
     assert judging.way_taken(judging.Run(None, "", "", 1.0, 0, {}), real) == ""
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [
+        ({"stand-ins": (0, 2, 5)}, "works"),
+        ({"stand-ins": (None, 2, 5)}, "works"),
+        # Its time was up while it prepared.
+        ({"stand-ins": (None, 0, 0)}, "not judged"),
+        ({"stand-ins": (None, 0, None)}, "not judged"),
+        # It ends with an error, and was stopped before it could there.
+        ({"stand-ins": (1, 4, 5), "host": (None, 0, None), "auto": (1, 4, 5), "real": (None, 3, 5)}, "not judged"),
+        ({"stand-ins": (1, 4, 5), "host": (0, 0, None), "auto": (None, 4, 5), "real": (1, 4, 5)}, "not judged"),
+        ({"stand-ins": (1, 4, 5), "host": (None, 0, None), "auto": (None, 5, 5)}, "works"),
+        ({"stand-ins": (1, 4, 5), "host": (0, 0, None), "auto": (0, 4, 5)}, "works"),
+        ({"stand-ins": (1, 4, 5), "host": (0, 0, None), "auto": (1, 4, 5), "real": (1, 4, 5)}, "wrong"),
+        ({"stand-ins": (1, 4, 5), "host": (1, 0, None)}, "its own fault"),
+    ],
+)
+def test_what_was_stopped_before_it_did_its_work_is_not_said_to_work(
+    modules: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    runs: dict[str, tuple[int | None, int, int | None]],
+    verdict: str,
+) -> None:
+    """runs: by the way of running it the status, how many statements its report has, and its peak."""
+    asked: list[str] = []
+
+    def once(one: object, source: object, device: object, options: object, way: str) -> Any:
+        asked.append(way)
+        status, statements, peak = runs[way]
+        rows = [{"kind": "statement", "line": line, "iteration": [], "peak_allocated": 1} for line in range(statements)]
+        report = {"peak": {"allocated": peak}, "checkpoints": rows, "answer": "It goes by a value; values=real has it."}
+        return modules["judging"].Run(status, "", "ValueError: no\n", 1.0, 0, {} if peak is None else report)
+
+    monkeypatch.setattr(modules["main"], "_once", once)
+    one = {"repository": "a/b", "name": "c", "domain": "basics", "installed": True}
+    outcome = modules["main"].judged(one, argparse.Namespace(values=False))
+    assert outcome.verdict == verdict
+    assert asked == list(runs)
+    assert f"1 {verdict}" in modules["main"].counts([outcome])
 
 
 def test_errors_are_told_from_refusals(modules: dict[str, Any]) -> None:

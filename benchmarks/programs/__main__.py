@@ -6,10 +6,11 @@ DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``,
 ``programs.toml`` says which, and what is run. Each program is laid out in a scratch folder and run by ``gpumem run``, with values
 that are stand-ins, and judged:
 
-works          it ended as it should (or its time was up while it ran), with stand-ins or, if it fails so, with values=auto, or
-               with values=real where the report says that this is needed
+works          it ended as it should (or its time was up while it ran on the device), with stand-ins or, if it fails so, with
+               values=auto, or with values=real where the report says that this is needed
 its own fault  it fails the same way on the host, where nothing is virtual
 refused        the virtual GPU said in one line what it cannot do, and what to do instead
+not judged     its time was up before it came to the device, or to where it fails with stand-ins
 wrong          anything else
 
 ``--values`` runs it on the host and with ``values=real`` as well, compares what they print, and whether stand-ins take the same
@@ -49,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from data import RECIPES  # noqa: E402
-from judging import Run, is_refusal, run, same_text, way_taken  # noqa: E402
+from judging import Run, came_further, is_refusal, run, same_text, way_taken  # noqa: E402
 from layout import Missing, lay_out, repository, script_of  # noqa: E402
 
 # What nearly every program imports sooner or later, and what the command does: imported once with --fork.
@@ -62,7 +63,7 @@ _COMMON = (
 _ON_THE_DEVICE = (
     "import torch; torch.set_default_device('cuda' if torch.cuda.is_available() else 'cpu'); torch.manual_seed(0)\n"
 )
-VERDICTS = ("works", "its own fault", "refused", "wrong")
+VERDICTS = ("works", "its own fault", "refused", "not judged", "wrong")
 LIMIT = 60
 
 
@@ -174,20 +175,29 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         else:
             # (Where a library's compiled code ends the process there is no report, but a warning before.)
             ways = ["auto", *["real"] * ("values=real" in found.report.get("answer", "") + found.err)]
+            unknown = on_host.status is None
             for values in ways:
                 with_values = _once(one, source, f"{device},values={values}", options, values)
-                if not with_values.status:
+                if with_values.status == 0 or (with_values.status is None and came_further(with_values, found)):
                     found = with_values
                     break
+                unknown = unknown or with_values.status is None
             else:
                 values = "stand-in"
-                verdict = "its own fault" if "own_fault" in one else "refused" if is_refusal(found) else "wrong"
+                if "own_fault" in one:
+                    verdict = "its own fault"
+                elif is_refusal(found):
+                    verdict = "refused"
+                else:
+                    verdict = "not judged" if unknown else "wrong"
+    elif found.status is None and not found.peak:
+        verdict, error = "not judged", "its time was up before it came to the device"
     outcome = Outcome(
         one["repository"], one["name"], one["domain"], verdict, error, found.seconds, found.host_bytes,
         found.peak, values=values, answer=found.report.get("answer", ""), day=date.today().isoformat(),
         ended=found.status is not None,
     )  # fmt: skip
-    if options.values and verdict != "its own fault":
+    if options.values and verdict not in ("its own fault", "not judged"):
         on_host = on_host or _once(one, source, None, options, "host")
         real = _once(one, source, f"{device},values=real", options, "real")
         outcome = dataclasses.replace(
@@ -203,8 +213,10 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
 
 def _prints_the_same(real: Run, on_host: Run) -> bool | None:
     """None where that says nothing: it failed on the host, or was stopped after some iterations and printed then how it ended."""
-    same = None if on_host.status else same_text(real.said, on_host.said)
-    return None if same is False and "Stopped as asked" in real.err else same
+    stopped = "Stopped as asked" in real.err
+    whole = real.status == on_host.status == 0 and not stopped
+    same = None if on_host.status else same_text(real.said, on_host.said, whole=whole)
+    return None if same is False and stopped else same
 
 
 def _version(package: str) -> str | None:

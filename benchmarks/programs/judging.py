@@ -219,9 +219,19 @@ def is_refusal(found: Run) -> bool:
     return re.search(r"a virtual GPU|the virtual GPU|values=real|gpumem_magic", found.last_error) is not None
 
 
-def same_text(ours: str, theirs: str) -> bool | None:
-    """Whether both print the same as far as the shorter goes; None where neither prints anything that can be compared."""
+def came_further(stopped: Run, failed: Run) -> bool:
+    """Whether a run that was stopped had passed the statement at which another ended with an error."""
+    return bool(stopped.report and failed.report) and len(_steps(stopped)) > len(_steps(failed))
+
+
+def same_text(ours: str, theirs: str, *, whole: bool = False) -> bool | None:
+    """Whether both print the same; None where neither prints anything that can be compared.
+
+    whole: both came to their end. Else as far as the shorter goes.
+    """
     a, b = _words(ours), _words(theirs)
+    if whole:
+        return a == b if a or b else None
     shorter = min(len(a), len(b))
     return None if shorter == 0 else a[:shorter] == b[:shorter]
 
