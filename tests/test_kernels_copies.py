@@ -650,3 +650,66 @@ def test_a_dense_matrix_with_a_side_of_one_is_multiplied_as_it_lies() -> None:
     assert made(lambda: column @ row) == [1024]
     # Of several matrices the strides decide.
     assert made(lambda: column.expand(3, 8, 1) @ row.expand(3, 1, 32))[1:] == [3 * 32]
+
+
+def apart(*shape: int) -> torch.Tensor:
+    """A tensor of every second number."""
+    return torch.zeros(*shape, 2, device="cuda")[..., 0]
+
+
+def in_backward(result: torch.Tensor, source: torch.Tensor) -> list[int]:
+    gradient = apart(*result.shape)
+    return made(lambda: torch.autograd.grad(result, source, gradient))
+
+
+@pytest.mark.parametrize("pool", [F.max_pool2d, F.avg_pool2d])
+def test_a_pools_gradient_copies_what_was_pooled_as_well(pool: Any) -> None:
+    """(``DilatedMaxPool2d.cu``, ``AveragePool2d.cu``; the CUDA build of 2.13.)"""
+    x = apart(2, 4, 8, 10).requires_grad_()
+    assert in_backward(pool(x, 2), x) == [2560, 2560, 640]
+    plain = torch.zeros(2, 4, 8, 10, device="cuda", requires_grad=True)
+    assert in_backward(pool(plain, 2), plain) == [2560, 640]
+
+
+def test_what_an_adaptive_pool_averages_in_the_order_of_channels_is_not_copied() -> None:
+    """By its strides alone (`suggest_memory_format`): lines that are turned are images one high with their channels last."""
+    lines = apart(2, 4, 9).transpose(1, 2).requires_grad_()
+    results: list[torch.Tensor] = []
+    assert made(lambda: results.append(F.adaptive_avg_pool1d(lines, 8))) == [576]
+    assert in_backward(results[0], lines) == [288]
+
+
+@pytest.mark.parametrize(("sides", "padding"), [((8, 9), (1, 2, 3, 1)), ((7, 8, 9), (1, 2, 2, 1, 1, 2))])
+def test_edges_are_repeated_as_they_lie(sides: tuple[int, ...], padding: tuple[int, ...]) -> None:
+    """(``ReplicationPadding.cu``, and the gradient of three dimensions that are mirrored: ``ReflectionPad.cu``.)"""
+    x = apart(2, 4, *sides).requires_grad_()
+    result = F.pad(x, padding, mode="replicate")
+    assert made(lambda: F.pad(x, padding, mode="replicate")) == [result.nbytes]
+    assert in_backward(result, x) == [4 * x.numel()]
+    mirrored = F.pad(x, padding, mode="reflect")
+    assert in_backward(mirrored, x) == [4 * x.numel(), *([] if len(sides) == 3 else [mirrored.nbytes])]
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_the_gradient_of_enlarged_lines_is_copied(mode: str) -> None:
+    x = torch.zeros(2, 4, 9, device="cuda", requires_grad=True)
+    assert in_backward(F.interpolate(x, scale_factor=2, mode=mode), x) == [288, 576]
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
+def test_the_gradient_of_smoothed_images_is_copied(mode: str) -> None:
+    x = torch.zeros(2, 4, 9, 8, device="cuda", requires_grad=True)
+    assert in_backward(F.interpolate(x, scale_factor=2, mode=mode, antialias=True), x) == [2304, 9216]
+
+
+def test_losses_of_margins_copy_what_does_not_lie_in_one_piece() -> None:
+    """(``MultiMarginLoss.cu``, ``MultiLabelMarginCriterion.cu``.)"""
+    x, weights = apart(64, 10).requires_grad_(), apart(10)
+    target = torch.zeros(64, 2, dtype=torch.long, device="cuda")[:, 0]
+    losses: list[torch.Tensor] = []
+    run = lambda: losses.append(F.multi_margin_loss(x, target, weight=weights, reduction="none"))  # noqa: E731
+    assert made(run) == [256, 2560, 512, 40]
+    assert in_backward(losses[0], x) == [2560, 2560, 256, 512, 40]
+    labels = torch.zeros(64, 10, 2, dtype=torch.long, device="cuda")[..., 0]
+    assert made(lambda: losses.append(F.multilabel_margin_loss(x, labels, reduction="none"))) == [2560, 5120, 2560, 256]
+    assert in_backward(losses[1], x) == [2560, 2560, 5120, 256]

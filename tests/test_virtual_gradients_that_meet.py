@@ -77,6 +77,19 @@ def test_a_sum_of_a_nodes_own_is_no_such_gradient() -> None:
     assert of(middle, middle) == both + 1
 
 
+def test_several_sums_of_a_nodes_own_are_none_either() -> None:
+    """`linalg_lstsq_backward` adds up two before the gradients of both sides meet."""
+
+    def more(solve: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> int:
+        matrix, other = (torch.eye(256, device="cuda").requires_grad_() for _ in range(2))
+        apart, alike = solve(matrix, other), solve(matrix, matrix)
+        both = made(lambda: torch.autograd.grad(apart, (matrix, other), torch.ones_like(apart)))
+        return made(lambda: torch.autograd.grad(alike, matrix, torch.ones_like(alike))) - both
+
+    # What meets is added in place.
+    assert more(lambda a, b: torch.linalg.lstsq(a, b)[0]) == 0
+
+
 def test_a_kept_graphs_next_backward_has_the_same_sums() -> None:
     x, gradient = leaf(), seed()
     angle = torch.atan2(x, x)

@@ -59,6 +59,15 @@ def test_a_parameter_keeps_its_class_where_it_is_moved_and_written() -> None:
     assert type(linear.weight) is torch.nn.Parameter
 
 
+def test_a_parameter_of_inference_mode_is_converted_outside_of_it() -> None:
+    linear = torch.nn.Linear(3, 3).cuda()
+    with torch.inference_mode():
+        linear.half()
+    linear.float()
+    assert linear.weight.dtype == torch.float32
+    assert linear.cpu().weight.device.type == "cpu"
+
+
 def test_both_classes_go_into_one_operator() -> None:
     weight, tensor = torch.nn.Parameter(torch.ones(4, 4, device="cuda")), torch.ones(4, 4, device="cuda")
     for one, other in ((weight, tensor), (tensor, weight), (weight, weight)):

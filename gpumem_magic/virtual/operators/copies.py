@@ -24,7 +24,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
-from gpumem_magic.virtual.engine.strides import lies_in_one_row
+from gpumem_magic.virtual.engine.strides import lies_in_one_row, like_channels_last
 from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.positions import blocks_in_turn
@@ -58,13 +58,13 @@ _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
                 "reflection_pad1d reflection_pad2d reflection_pad3d reflection_pad1d_backward reflection_pad2d_backward"
             ),
             *overloads(
-                "reflection_pad3d_backward replication_pad2d replication_pad3d cummax cummin _softmax _log_softmax"
+                "cummax cummin _softmax _log_softmax upsample_nearest1d_backward _upsample_nearest_exact1d_backward"
             ),
             *overloads("avg_pool3d avg_pool3d_backward adaptive_max_pool3d adaptive_max_pool3d_backward"),
             *overloads(
                 "_adaptive_avg_pool3d_backward upsample_nearest1d _upsample_nearest_exact1d upsample_linear1d_backward"
             ),
-            *overloads("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward"),
+            *overloads("upsample_bicubic2d_backward _upsample_bilinear2d_aa_backward _upsample_bicubic2d_aa_backward"),
             *overloads("upsample_nearest3d_backward _upsample_nearest_exact3d_backward"),
         ),
         (0,),
@@ -80,6 +80,8 @@ _LAID_OUT_LIKE: dict[Any, int] = {
     **dict.fromkeys(overloads("max_pool2d_with_indices avg_pool2d upsample_bilinear2d_backward"), 0),
     **dict.fromkeys(overloads("max_pool2d_with_indices_backward avg_pool2d_backward _adaptive_avg_pool2d_backward"), 1),
 }
+# Those that copy that one, too (``DilatedMaxPool2d.cu``, ``AveragePool2d.cu``).
+_WITH_WHAT_WAS_POOLED = overloads("max_pool2d_with_indices_backward avg_pool2d_backward")
 _NEAREST = overloads(
     "upsample_nearest2d upsample_nearest2d_backward _upsample_nearest_exact2d _upsample_nearest_exact2d_backward "
     "upsample_nearest3d _upsample_nearest_exact3d"
@@ -229,10 +231,11 @@ def _reduced_by_index(engine: Engine, func: Any, args: Any, kwargs: Any, out: An
 def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Which are targets, each sample's share, and then the result (``MultiLabelMarginCriterion.cu``)."""
     out = engine.fake_call(func, args, kwargs)
-    engine.settle(out[1])
     is_summed = args[0].dim() == 2 and not out[0].dim()
-    with engine.scratch(device, args[0].shape[0] * out[0].element_size() if is_summed else 0):
-        engine.settle(out[0])
+    with engine.scratch(device, *copies_of(*args[:2])):
+        engine.settle(out[1])
+        with engine.scratch(device, args[0].shape[0] * out[0].element_size() if is_summed else 0):
+            engine.settle(out[0])
     return out
 
 
@@ -301,11 +304,12 @@ def _softmax_backward_in_order(engine: Engine, func: Any, args: Any, kwargs: Any
 @special(*_LAID_OUT_LIKE, table=BESIDE)
 def _laid_out_like(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     source, like = args[0], args[_LAID_OUT_LIKE[func]]
-    is_last = like.dim() == 4 and not like.is_contiguous() and like.is_contiguous(memory_format=torch.channels_last)
+    is_last = like.dim() == 4 and like_channels_last(like.shape, like.stride())
     if is_last and func is _aten._adaptive_avg_pool2d_backward.default:
         return []
     layout = torch.channels_last if is_last else torch.contiguous_format
-    return [] if source.is_contiguous(memory_format=layout) else [bytes_of(source)]
+    asked = [like, source] if func in _WITH_WHAT_WAS_POOLED else [source]
+    return [bytes_of(one) for one in asked if not one.is_contiguous(memory_format=layout)]
 
 
 @special(*_VOLUMES, table=BESIDE)
@@ -322,7 +326,7 @@ def _largest_of_volumes(engine: Engine, func: Any, args: Any, kwargs: Any, out: 
 @special(_aten._adaptive_avg_pool2d.default)
 def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]
-    is_last = source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)
+    is_last = source.dim() == 4 and like_channels_last(source.shape, source.stride())
     return laid_out(engine, func, args, kwargs, device, () if is_last else (0,))
 
 
@@ -355,8 +359,10 @@ def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 
 @special(_aten.multi_margin_loss.default, table=BESIDE)
 def _margins(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """Each sample's share, before they are added up."""
-    return [args[0].shape[0] * out.element_size()] if not out.dim() and args[0].dim() == 2 else []
+    """Plain copies, and each sample's share, before they are added up (``MultiMarginLoss.cu``)."""
+    weights = args[4] if len(args) > 4 else kwargs.get("weight")
+    copied = copies_of(*args[:2], *([] if weights is None else [weights]))
+    return [*copied, *([args[0].shape[0] * out.element_size()] if not out.dim() and args[0].dim() == 2 else [])]
 
 
 @special(*_NEAREST, table=BESIDE)

@@ -118,22 +118,28 @@ def _meets_itself(node: Any) -> bool:
     following = [edge for edge in node.next_functions if edge[0] is not None]
     if len(set(following)) == len(following):
         return False
-    if node.name() not in _WITH_A_SUM:
+    own = _OWN_SUMS.get(node.name(), 0)
+    if not own:
         return True
+    if _SUMMED.node != node_now():
+        _SUMMED.node, _SUMMED.times = node_now(), 0
+    _SUMMED.times += 1
+    if _SUMMED.times <= own:
+        return False
     # (The node of a graph that is kept runs again.)
-    has_summed = _SUMMED.node == node_now()
-    _SUMMED.node = 0 if has_summed else node_now()
-    return has_summed
+    _SUMMED.node = 0
+    return True
 
 
-# Nodes that add up two tensors of their own before.
-_WITH_A_SUM = frozenset(("Atan2Backward0",))
+# Nodes that add up tensors of their own before, and how often (``FunctionsManual.cpp``).
+_OWN_SUMS = {"Atan2Backward0": 1, "LinalgLstsqBackward0": 2}
 
 
 class _Summed(threading.local):
-    """The one of these that has done so in this thread, and whose gradients have not met yet; 0 for none."""
+    """The one of these that is at it in this thread, and whose gradients have not met yet (0 for none); and how often it has."""
 
     node = 0
+    times = 0
 
 
 _SUMMED = _Summed()

@@ -14,6 +14,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
+from gpumem_magic.virtual.engine.calls import copies_of
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
@@ -46,11 +47,22 @@ for _position, _operators in enumerate(_LIKE):
     special(*_operators)(_returns_like(_position))
 
 
-@special(*overloads("multi_margin_loss_backward multilabel_margin_loss_backward fractional_max_pool3d_backward"))
+# Which arguments are copied, once the gradient is there, unless they lie in one piece.
+_IN_ONE_PIECE: dict[Any, tuple[int, ...]] = {
+    _aten.multi_margin_loss_backward.default: (1, 0, 2, 5),
+    _aten.multilabel_margin_loss_backward.default: (1, 2, 4, 0),
+    _aten.fractional_max_pool3d_backward.default: (),
+}
+
+
+@special(*_IN_ONE_PIECE)
 def _in_one_piece(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A gradient with the shape of the input (``MultiMarginLoss.cu``, ``MultiLabelMarginCriterion.cu``,
     ``FractionalMaxPool3d.cu``)."""
-    return engine.run(_aten.empty_like.default, (args[1],), {"memory_format": torch.contiguous_format}, device)
+    out = engine.run(_aten.empty_like.default, (args[1],), {"memory_format": torch.contiguous_format}, device)
+    asked = (args[place] for place in _IN_ONE_PIECE[func] if place < len(args))
+    with engine.scratch(device, *copies_of(*(one for one in asked if one is not None))):
+        return out
 
 
 @special(_aten.bernoulli.out)

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -84,7 +85,9 @@ def _let_go(left: torch.Tensor) -> None:
     A backward pass that is still to come holds that one, the leaf. On a card the leaf is the parameter itself, whose memory goes
     as ``.data =`` gives it other memory; only what was saved of it, as the transposed weight of a product, keeps the old.
     """
-    with torch.autograd.grad_mode._unsafe_preserve_version_counter(left):
+    # (A tensor of inference mode counts no versions.)
+    kept = nullcontext() if left.is_inference() else torch.autograd.grad_mode._unsafe_preserve_version_counter(left)
+    with kept:
         size, stride, offset = left.size(), left.stride(), left.storage_offset()
         none = torch.UntypedStorage(left.untyped_storage().nbytes(), device="meta")
         _SET._op_dk(torch._C.DispatchKey.Meta, left, none, offset, size, stride)
