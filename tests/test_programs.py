@@ -90,6 +90,8 @@ def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None
     assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")
     assert same(f"run {'0a' * 16}:\nloss 1.0\n", f"run {'1b' * 16}:\nloss 1.0\n")
     assert same("", "loss 1.0\n") is None
+    listed = "(0): Parameter containing: [torch.float32 of size 5x64{}]\n"
+    assert same(listed.format(" (cuda:0)"), listed.format(""))
     # Where both came to their end, one that did less of its work does not print the same.
     assert not same("loss 1.0\n", "loss 1.0\nloss 0.5\n", whole=True)
     assert not same("", "loss 1.0\n", whole=True)

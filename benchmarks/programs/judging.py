@@ -38,8 +38,8 @@ _SCRATCH = re.compile(r"\S*/tmp\w{8}\b/?")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+\b")
 # What a run is called that calls itself by what is drawn for it (`uuid.uuid1().hex`).
 _DRAWN_NAME = re.compile(r"(?<![0-9a-fA-F])[0-9a-f]{32}(?![0-9a-fA-F])")
-# What PyTorch says of a tensor that is on one.
-_ON_A_DEVICE = re.compile(r",\s*device='cuda:\d+'")
+# What PyTorch says of a tensor or a parameter that is on one.
+_ON_A_DEVICE = re.compile(r",\s*device='cuda:\d+'| \(cuda:\d+\)(?=\])")
 # A printed tensor, whose lines end where its numbers are long.
 _TENSOR = re.compile(r"\btensor\([^()]*(?:\([^()]*\)[^()]*)*\)(  # virtual GPU: no values)?")
 # What torchrun and its logs put before what a process says.
