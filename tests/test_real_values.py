@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -142,6 +143,12 @@ def test_what_cuda_has_no_kernel_for_is_an_error_as_there(device: str) -> None:
     ):
         torch.histogram(whole.float(), 10)
     assert torch.histogram(whole.float().cpu(), 10).hist.shape == (10,)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        rows = torch.eye(3, device="cuda").to_sparse_csr()
+    with pytest.raises(NotImplementedError, match=r"'aten::_sparse_mm_reduce_impl'"):
+        # (Its gradient ended the process.)
+        torch.sparse.mm(rows, whole[0].float(), reduce="mean")
     assert F.max_pool2d(whole.float(), 2).shape == (2, 1, 1)
     assert (whole[0].float() @ whole[1].float()).shape == (3, 3)
     assert (whole[0, :0] @ whole[1]).shape == (0, 3)

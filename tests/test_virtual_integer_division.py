@@ -70,10 +70,13 @@ def test_nothing_grows_in_place(card_with_values: str, dtype: torch.dtype, round
 def test_comparisons_do_not_grow_in_place_either(card_with_values: str) -> None:
     """Their rules are written in Python, and they are not tagged as what works element by element."""
     small, large = torch.ones(3, device="cuda"), torch.ones(2, 3, device="cuda")
-    for compare in (small.eq_, small.lt_, small.copysign_, small.heaviside_):
+    for compare in (small.eq_, small.lt_, small.copysign_, small.heaviside_, small.floor_divide_, small.ldexp_):
         with pytest.raises(RuntimeError, match=r"output with shape \[3\] doesn't match the broadcast shape \[2, 3\]"):
             compare(large)  # type: ignore[operator]
     with pytest.raises(RuntimeError, match="broadcast shape"):
         small.masked_fill_(large > 0, 1)
+    with pytest.raises(RuntimeError, match="broadcast shape"):
+        torch.mul(small, large, out=small)
     assert small.shape == (3,)
+    assert torch.mul(large, large, out=small.clone().resize_(0)).shape == (2, 3)
     assert large.eq_(small).shape == (2, 3)

@@ -97,6 +97,22 @@ def test_results_have_as_many_elements_as_on_the_host(operation: Callable[..., t
         assert y.grad.shape == y.shape
 
 
+@pytest.mark.parametrize("values", ["", ",values=real", ",values=auto"])
+@pytest.mark.parametrize("operation", EXACT)
+def test_inference_mode_hands_over_whole_what_others_are_for(
+    operation: Callable[..., torch.Tensor], values: str
+) -> None:
+    """`a @ x` and `a.cpu()` came as one operator, for which there is no rule; or their parts had no values."""
+    gpu.turn_on(f"T4{values}")
+    x = torch.arange(12.0).reshape(3, 4)
+    with torch.inference_mode():
+        host = matrix("cpu")
+        expected, found = operation(host, x), operation(host.cuda(), x.cuda())
+        assert described(found) == described(expected)
+        if "real" in values:
+            torch.testing.assert_close(found.to_dense().cpu(), expected.to_dense())
+
+
 def test_two_of_them_have_all_elements_one_behind_the_other() -> None:
     total = matrix("cuda") + matrix("cuda")
     assert (total._nnz(), total.is_coalesced()) == (6, False)
@@ -263,17 +279,20 @@ OF_ROWS: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
 ]
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("values", ["", ",values=real", ",values=auto"])
 @pytest.mark.parametrize("operation", OF_ROWS)
-def test_compressed_matrices_are_as_on_the_host(operation: Callable[..., torch.Tensor], values: str) -> None:
+def test_compressed_matrices_are_as_on_the_host(
+    operation: Callable[..., torch.Tensor], values: str, mode: Callable[[], Any]
+) -> None:
     gpu.turn_on(f"T4{values}")
     x = torch.arange(6.0).reshape(3, 2)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mode():
         warnings.simplefilter("ignore")
         expected, found = operation(by_rows("cpu"), x), operation(by_rows("cuda"), x.cuda())
-    assert looks(found) == looks(expected)
-    if "real" in values:
-        assert torch.equal(found.to_dense().cpu(), expected.to_dense())
+        assert looks(found) == looks(expected)
+        if "real" in values:
+            assert torch.equal(found.to_dense().cpu(), expected.to_dense())
 
 
 @pytest.mark.parametrize(

@@ -90,14 +90,32 @@ def is_made_of_others(func: Any) -> bool:
 
 
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+# Views that stand for values that nobody has worked out yet: conjugated, negated, and zeros without memory.
+_LAZY = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.Negative)
+    | torch._C.DispatchKeySet(torch._C.DispatchKey.ZeroTensor)
+)
+_VIEWS_AND_LAZY = _VIEWS | _LAZY
+
+
+def without_excluding(keys: torch._C.DispatchKeySet) -> AbstractContextManager[Any]:
+    """Inside, PyTorch's dispatcher heeds these keys again."""
+    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(included, excluded - keys)
+
+
+def views_resolved() -> AbstractContextManager[Any]:
+    """For what calls other operators where one has come to Python by the dispatcher, which leaves out by then what lies before
+    Python (``after_Python_keyset`` in ``PythonFallbackKernel.cpp``): kernels would read adjoints as if nobody had conjugated."""
+    return without_excluding(_LAZY)
 
 
 def run_in_parts(func: Any, args: Any, kwargs: Any) -> Any:
     """Runs such an operator as C++ does. In inference mode it comes whole, and its parts' views are still to be followed."""
-    if not torch.is_inference_mode_enabled() or _follows_views(func.name()):
+    if _follows_views(func.name()):
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-    included, excluded = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded - _VIEWS):
+    with without_excluding(_VIEWS_AND_LAZY) if torch.is_inference_mode_enabled() else views_resolved():
         return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
@@ -144,7 +162,7 @@ def writes_by_others(func: Any) -> bool:
 
 
 def write_by_others(func: Any, args: Any, kwargs: Any) -> Any:
-    with torch._C._AutoDispatchBelowAutograd():
+    with views_resolved(), torch._C._AutoDispatchBelowAutograd():
         return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.calls import is_made_of_others
-from gpumem_magic.virtual.engine.engine import SPECIAL, Engine
+from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.random import DeviceRandom
@@ -204,8 +204,10 @@ def touches_values(func: Any) -> bool:
     return schema.is_mutable or not views
 
 
-def runs_in_parts(func: Any) -> bool:
-    """Whether an operator, which inference mode hands over whole, is run as those that it is made of."""
+def runs_in_parts(func: Any, sparse: bool = False) -> bool:
+    """Whether an operator, which inference mode hands over whole, is run as those that it is made of. sparse: on such tensors."""
+    if sparse and (func in SPARSE or func in COMPRESSED):
+        return False
     rule = func in SPECIAL or kernel_rules.for_operator(func) is not None
     return not rule and is_made_of_others(func)
 

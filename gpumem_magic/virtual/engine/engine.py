@@ -81,6 +81,7 @@ from gpumem_magic.virtual.engine.mismatch import (
     refuse_mixed_devices,
     refuse_mixed_types,
     refuse_to_grow,
+    refuse_without_kernel,
 )
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
@@ -491,8 +492,11 @@ class Engine:
         layout = sparse_layout(args) if self.holds_sparse else None
         if layout is not None:
             table = SPARSE if layout is torch.sparse_coo else COMPRESSED
-            sparse_handler: Callable[..., Any] = table.get(func, _no_sparse)
-            return sparse_handler(self, func, args, kwargs, device)
+            sparse_handler: Callable[..., Any] | None = table.get(func)
+            if sparse_handler is None and is_made_of_others(func):
+                with pushed(self.mode):
+                    return run_in_parts(func, args, kwargs)
+            return (sparse_handler or _no_sparse)(self, func, args, kwargs, device)
         met = self._met.get(id(func)) or self._meet(func)
         if met.writes and self.table.holds_copies:
             copied.note_written(self.table.find, args[0])
@@ -686,8 +690,9 @@ class Engine:
                 # as it was told.
                 return self._as_meta(func, args, kwargs)
             refuse_mixed_devices(func, args, kwargs)
+        refuse_without_kernel(func)
         refuse_mixed_types(func, args)
-        refuse_to_grow(func, args)
+        refuse_to_grow(func, args, kwargs)
         if func in IN_FULL_PRECISION:
             refuse_half_precision(func, args, kwargs)
         if func in ARGUMENT_CHECKS:
@@ -959,6 +964,7 @@ def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
+    refuse_without_kernel(func)
     raise cannot_run(func, "for a sparse tensor")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._decomp import decomposition_table
 
-from gpumem_magic.virtual.engine.calls import sparse_layout
+from gpumem_magic.virtual.engine.calls import sparse_layout, views_resolved
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -86,7 +87,7 @@ def is_always_replaced(func: Any) -> bool:
 def plain_function(func: Any) -> _Function | None:
     """What the host calls for an operator that draws no random numbers, and leaves nothing for its gradient; None for others."""
     if is_plain(func):
-        return func  # type: ignore[no-any-return]
+        return _through_views(func) if _makes_adjoints(func) else func
     found = EQUIVALENT.get(func)
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     return None if found is None or draws or found.gives is not None or found.takes is not None else found.function
@@ -157,9 +158,30 @@ def with_gradients() -> Iterator[None]:
         yield
 
 
+# Their functions for the host call others, with adjoints of what they are given.
+_LINEAR_ALGEBRA = re.compile(r"aten::_?(linalg|lu_|cholesky|triangular|ormqr|orgqr|geqrf|inverse|pinverse)")
+
+
+@functools.cache
+def _makes_adjoints(func: Any) -> bool:
+    """Whether an operator's function for the host calls others with conjugated views."""
+    return isinstance(func, torch._ops.OpOverload) and _LINEAR_ALGEBRA.match(func.name()) is not None
+
+
+def _through_views(func: Any) -> _Function:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with views_resolved():
+            return func(*args, **kwargs)
+
+    return run
+
+
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """A plain operator's results. To be called inside `host_only`."""
     try:
+        if _makes_adjoints(func):
+            with views_resolved():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
     except NotImplementedError as error:
         decomposed = decomposition_table.get(func)

@@ -87,6 +87,10 @@ def as_a_view(args: Any, result: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(source.is_inference()):
         meta = made_plainly(torch.empty, (0,), dtype=result.dtype, device=META)
         meta.set_(source.untyped_storage(), source.storage_offset(), result.shape, strides)
+    if result.is_conj():
+        torch._C._set_conj(meta, True)
+    if result.is_neg():
+        torch._C._set_neg(meta, True)
     return meta
 
 

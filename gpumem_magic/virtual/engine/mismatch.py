@@ -117,7 +117,7 @@ _CLASSES = set(overloads("nll_loss_forward nll_loss2d_forward"))
 # What PyTorch has for the host alone, of what programs call.
 _NOT_ON_CUDA = {
     *overloads("histogram.bin_ct histogram.bins_tensor _histogramdd_bin_edges _histogramdd_from_bin_cts"),
-    *overloads("_histogramdd_from_bin_tensors to_mkldnn _spdiags"),
+    *overloads("_histogramdd_from_bin_tensors to_mkldnn _spdiags _sparse_mm_reduce_impl"),
 }
 _CONVOLUTIONS = {_aten.convolution.default, _aten._convolution.default}
 
@@ -145,15 +145,17 @@ def refuse_half_precision(func: Any, args: Any, kwargs: Any) -> None:
         raise NotImplementedError(f"\"{name(*args, **kwargs)}\" not implemented for '{scalar_name(args[0].dtype)}'")
 
 
+# Element by element in C++, though not tagged so.
+_BY_ELEMENT = set(overloads("floor_divide_.Tensor floor_divide.out"))
+
+
 @functools.cache
 def _writes_each_element(func: Any) -> bool:
-    """Whether it works in place, element by element: it is tagged so, or what makes a new tensor is (comparisons)."""
+    """Whether it writes to a tensor element by element: it is tagged so, or what makes a new tensor is (comparisons)."""
     name = func._schema.name
-    if not name.endswith("_") or name.endswith("__"):
-        return False
-    if torch.Tag.pointwise in func.tags:
-        return True
-    if func.namespace != "aten":
+    if func in _BY_ELEMENT or (torch.Tag.pointwise in func.tags and func._schema.is_mutable):
+        return not name.endswith("__")
+    if func.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
         return False
     plain: Any = getattr(
         getattr(_aten, name.removeprefix("aten::")[:-1]), func._schema.overload_name or "default", None
@@ -162,10 +164,13 @@ def _writes_each_element(func: Any) -> bool:
     return type(plain) is type(func) and torch.Tag.pointwise in plain.tags
 
 
-def refuse_to_grow(func: Any, args: Any) -> None:
-    """Raises CUDA's error where what is written in place would have to be larger (`compute_shape` in ``TensorIterator.cpp``):
-    some of PyTorch's rules in Python give it another size."""
+def refuse_to_grow(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises CUDA's error where what is written in place, or named by ``out=`` and read as well, would have to be larger
+    (`compute_shape` in ``TensorIterator.cpp``): some of PyTorch's rules in Python give it another size."""
     if not args or not _writes_each_element(func):
+        return
+    written = kwargs.get("out", args[0]) if kwargs else args[0]
+    if not isinstance(written, torch.Tensor) or not any(arg is written for arg in args):
         return
     shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     try:
@@ -173,18 +178,21 @@ def refuse_to_grow(func: Any, args: Any) -> None:
     except RuntimeError:
         # (The operator says so itself.)
         return
-    if isinstance(args[0], torch.Tensor) and wanted != shapes[0]:
-        raise RuntimeError(f"output with shape {list(shapes[0])} doesn't match the broadcast shape {list(wanted)}")
+    if wanted != written.shape:
+        raise RuntimeError(f"output with shape {list(written.shape)} doesn't match the broadcast shape {list(wanted)}")
 
 
-def refuse_mixed_types(func: Any, args: Any) -> None:
-    """Raises CUDA's error for matrices, or input and weight, of different types: shape rules do not look at that. For an operator
-    without a kernel, too."""
+def refuse_without_kernel(func: Any) -> None:
+    """Raises CUDA's error for an operator that it lacks."""
     if func in _NOT_ON_CUDA:
         raise NotImplementedError(
             f"Could not run '{func.name().removesuffix('.default')}' with arguments from the 'CUDA' backend. This could be "
             "because the operator doesn't exist for this backend."
         )
+
+
+def refuse_mixed_types(func: Any, args: Any) -> None:
+    """Raises CUDA's error for matrices, or input and weight, of different types: shape rules do not look at that."""
     if func is _aten.embedding.default and args[1].dtype not in _ROW_NUMBERS:
         # (`embedding_symint` in ``Embedding.cpp``.)
         raise RuntimeError(

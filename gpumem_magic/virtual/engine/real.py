@@ -45,6 +45,7 @@ from gpumem_magic.virtual.engine.host_calls import (
 )
 from gpumem_magic.virtual.engine.host_memory import HostMemory, HostMemoryFull
 from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.mismatch import refuse_without_kernel
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, STATE, cuda, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.sequences import Handed, Made, OperatorSequence, OperatorStep, SequenceListener
@@ -490,7 +491,7 @@ class RealEngine(ComputingEngine):
                 return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
         sparse = self.holds_sparse and sparse_layout(args) is not None
-        in_parts = touches and torch.is_inference_mode_enabled() and runs_in_parts(func)
+        in_parts = (touches or sparse) and torch.is_inference_mode_enabled() and runs_in_parts(func, sparse)
         if self._nested or in_parts or not (touches or sparse):
             return super().perform(func, args, kwargs, device)
         if met.body is not None and self._met[id(func)].body is not None:
@@ -502,6 +503,7 @@ class RealEngine(ComputingEngine):
         self._nested = True
         try:
             if sparse or first:
+                refuse_without_kernel(func)
                 self._ahead = self._computed(func, args, kwargs, device)
                 self._along = dim_of_size(func, args, kwargs)
             try:

@@ -20,7 +20,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.calls import giving
+from gpumem_magic.virtual.engine.calls import giving, views_resolved
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -55,7 +55,7 @@ _SAFE_FROM = (2, 5)
 
 @special(*(func for func in _KEYS if func.overloadpacket not in (_aten.ldexp, _aten.ldexp_)))
 def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    with pushed(engine.mode), torch._C._AutoDispatchBelowAutograd():
+    with pushed(engine.mode), views_resolved(), torch._C._AutoDispatchBelowAutograd():
         if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _SAFE_FROM:
             return _aten.softmax.int(*args, **kwargs)
         return func._op_dk(_KEYS[func], *args, **kwargs)
