@@ -10,6 +10,7 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -124,7 +125,8 @@ def test_everything_is_as_before_after_off() -> None:
     work()
     gpu.turn_off()
     assert differences(before, state()) == []
-    with pytest.raises(RuntimeError, match="accelerator"):
+    # (A build for a card makes one, as before.)
+    with nullcontext() if torch.version.cuda else pytest.raises(RuntimeError, match="accelerator"):
         torch.device(0)
 
 
