@@ -82,7 +82,7 @@ class ComputingEngine(Engine):
             return super().otherwise(func, args)
         index = args[1]
         if not _is_without_lists(index):
-            index = _with_tensors(index, args[0].device)
+            index = with_tensors(index, args[0].device)
         elif assigns and self.assigned(*args):
             return False
         if index is args[1]:
@@ -264,7 +264,7 @@ def _is_without_lists(index: Any) -> bool:
     return kind is tuple and all(type(one) in _NO_LISTS or is_ordinary(one) for one in index)
 
 
-def _with_tensors(index: Any, device: torch.device) -> Any:
+def with_tensors(index: Any, device: torch.device) -> Any:
     """An index with tensors in place of lists of numbers, and of tuples of them where it is a tuple itself."""
     if type(index) is list and len(index) < _MOST_DIMS and any(isinstance(one, _MORE_THAN_NUMBERS) for one in index):
         # As `treatSequenceAsTuple` in PyTorch's python_variable_indexing.cpp has it (tried with 2.13).

@@ -66,11 +66,11 @@ def written_apart(func: Any) -> tuple[str, ...]:
 
 def refuse_itself(func: Any, args: Any) -> None:
     """Raises PyTorch's error where several elements of what is written first lie at one place."""
-    if _meets_itself(func, args[0]) and not (len(args) > 1 and _are_one(args[0], args[1])):
+    if meets_itself(func, args[0]) and not (len(args) > 1 and _are_one(args[0], args[1])):
         raise RuntimeError(_REFUSAL_OF_ITSELF)
 
 
-def _meets_itself(func: Any, written: VirtualTensor) -> bool:
+def meets_itself(func: Any, written: VirtualTensor) -> bool:
     """`has_internal_overlap`, of what a kernel looks at."""
     first = int(func in _BATCHES)
     lengths, strides = written.shape[first:], written.stride()[first:]
@@ -104,7 +104,7 @@ def refuse_written(func: Any, args: Any, kwargs: Any, names: tuple[str, ...]) ->
         if not is_ordinary(written):
             continue
         if func in _PRODUCTS or func in _APART:
-            if _meets_itself(func, written) and all(one.numel() for one in read if isinstance(one, torch.Tensor)):
+            if meets_itself(func, written) and all(one.numel() for one in read if isinstance(one, torch.Tensor)):
                 raise RuntimeError(_REFUSAL_OF_ITSELF)
             if func in _PRODUCTS:
                 continue

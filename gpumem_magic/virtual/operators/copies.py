@@ -530,7 +530,7 @@ def _lies_in_rows(matrices: Any) -> bool:
 def _masked_scatter(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Which value goes where is counted for every element of the target, chosen or not."""
     _, mask, source = args
-    if func in IN_PLACE and writes_into_zeros():
+    if func in IN_PLACE and writes_into_zeros(func, args[0]):
         func = IN_PLACE[func]
     out = engine.run(func, args, kwargs, device)
     # (A target that is smaller than the mask is repeated first.)

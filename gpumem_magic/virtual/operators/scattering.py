@@ -32,7 +32,7 @@ def _is_plain(engine: Engine, args: Any, kwargs: Any) -> bool:
 
 @special(*_BY_LIST, *_BY_PLACE, plain=_is_plain, outside_backward=True)
 def _write(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    if func in IN_PLACE and writes_into_zeros():
+    if func in IN_PLACE and writes_into_zeros(func, args[0]):
         func = IN_PLACE[func]
     reduce = kwargs.get("reduce", "")
     if not torch.are_deterministic_algorithms_enabled() or reduce == "multiply":

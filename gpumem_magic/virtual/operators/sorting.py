@@ -395,7 +395,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     index_lists.refuse_other_masks(target, indices, engine.assumed)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     is_checked = func is not _aten._index_put_impl_.default or not (args[4] if len(args) > 4 else kwargs.get("unsafe"))
-    if func in IN_PLACE and writes_into_zeros():
+    if func in IN_PLACE and writes_into_zeros(func, args[0]):
         # (A gradient's own indices are in range.)
         func, is_checked = IN_PLACE[func], False
     out = engine.run(func, args, kwargs, device)

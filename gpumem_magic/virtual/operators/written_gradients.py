@@ -18,6 +18,7 @@ from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import node_now
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.overlaps import meets_itself
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What C++ calls for subclasses, and for others.
@@ -37,13 +38,13 @@ _current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
 _NODES = frozenset(f"{name}Backward{number}" for name in _OF_ZEROS for number in (0, 1))
 
 
-def writes_into_zeros() -> bool:
-    """Whether the operator that runs now is the last step of such a gradient. (One that has a graph of its own is no other: zeros
-    have no gradient.)"""
+def writes_into_zeros(func: Any, zeros: Any) -> bool:
+    """Whether an operator that runs now is the last step of such a gradient, and has room for all of it. (One that has a graph of
+    its own is no other: zeros have no gradient. `torch.vmap` has all samples share the zeros of one, which are copied.)"""
     if not STATE.backward:
         return False
     node = _current_node()
-    return node is not None and node.name() in _NODES
+    return node is not None and node.name() in _NODES and not meets_itself(func, zeros)
 
 
 # Those that hold memory of their own call `writes_into_zeros` themselves.
@@ -58,7 +59,7 @@ def is_no_gradient(engine: Engine, args: Any, kwargs: Any) -> bool:
     *(function for function in IN_PLACE if function not in _ELSEWHERE), plain=is_no_gradient, outside_backward=True
 )
 def _written(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    return engine.run(IN_PLACE[func] if writes_into_zeros() else func, args, kwargs, device)
+    return engine.run(IN_PLACE[func] if writes_into_zeros(func, args[0]) else func, args, kwargs, device)
 
 
 _CROSS_ENTROPY = frozenset(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCrossEntropyBackward0"))

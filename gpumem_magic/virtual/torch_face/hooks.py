@@ -15,9 +15,12 @@ import torch.utils._foreach_utils
 from torch._C._autograd import _get_sequence_nr
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.tracebacks import cut
+from gpumem_magic.virtual.engine.computing import with_tensors
 from gpumem_magic.virtual.engine.engine import Engine, quiet
 from gpumem_magic.virtual.engine.modes import META, STATE, pushed
 from gpumem_magic.virtual.engine.node_numbers import count_pass, number_as_on_a_device
@@ -145,12 +148,27 @@ def _with_our_mode(original: Any, engine: Engine) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not any(isinstance(_unwrapped(leaf), VirtualTensor) for leaf in tree_leaves((args, kwargs))):
             return original(*args, **kwargs)
-        with pushed(engine.mode):
+        with pushed(engine.mode), _IndexedByTensors():
             return original(*args, **kwargs)
 
     # What Dynamo takes in its place: it reads into PyTorch's own.
     run._torchdynamo_inline = original  # type: ignore[attr-defined]
     return run
+
+
+class _IndexedByTensors(TorchFunctionMode):
+    """What is wrapped tells nobody that a list is its index, of which C++ makes a tensor on the device: here without values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__ or func is torch.Tensor.__setitem__:
+            inside = _unwrapped(args[0])
+            if inside is not args[0] and isinstance(inside, VirtualTensor):
+                args = args[0], with_tensors(args[1], inside.device), *args[2:]
+        try:
+            return func(*args, **(kwargs or {}))
+        except Exception as error:
+            __tracebackhide__, args, kwargs = True, (), {}
+            raise cut(error)  # noqa: B904
 
 
 def _unwrapped(arg: Any) -> Any:
