@@ -107,6 +107,7 @@ def convolution(way: str = "forward", **changes: Any) -> Convolution:
 ROOT = {"fine": (1, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (1, 256, 56, 56), "padding": (0, 0)}
 LAST = {"fine": (1, 512, 7, 7), "weight": (2048, 512, 1, 1), "coarse": (1, 2048, 7, 7), "padding": (0, 0)}
 MIDDLE = {"fine": (1, 128, 56, 56), "weight": (128, 128, 3, 3), "coarse": (1, 128, 28, 28), "stride": (2, 2)}
+FIRST = {"fine": (1, 3, 224, 224), "weight": (64, 3, 7, 7), "coarse": (1, 64, 112, 112), "stride": (2, 2), "padding": (3, 3)}
 OLD, LESS_OLD = (2, 2), (2, 5)
 
 
@@ -122,6 +123,9 @@ OLD, LESS_OLD = (2, 2), (2, 5)
         (convolution(**MIDDLE), OLD, A100, 2_195_472),
         (convolution("input", **MIDDLE), OLD, A100, 2_596_880),
         (convolution("weight", **MIDDLE), OLD, A100, 2_596_880),
+        # `resnet50-momentum-page`, whose first layer 9.1 reads as it lies.
+        (convolution(**FIRST), OLD, A100, 3_851_024),
+        (convolution(**FIRST), LESS_OLD, (8, 6), 75_280),
         # `octree-nca-slide-inference-2.3`, on an RTX 3090.
         (convolution(fine=(1, 32, 604, 604), weight=(64, 32, 1, 1), coarse=(1, 64, 604, 604)), (2, 3), (8, 6), 128 * MIB),
         (convolution(fine=(1, 64, 604, 604), weight=(13, 64, 1, 1), coarse=(1, 13, 604, 604)), (2, 3), (8, 6), 0),
