@@ -1836,6 +1836,106 @@ INNOCENT += [
 ]
 
 
+# Weights that one layer has of another, and something that gives each its own.
+TIED = """
+class Words(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(20000, 256), nn.Linear(256, 20000, bias=False)
+        {ties}
+    def forward(self, x): return self.head(self.emb(x))
+ids = torch.zeros(4, dtype=torch.long, device="cuda")
+"""
+WEIGHT = "self.head.weight = self.emb.weight"
+DATA = "self.head.weight.data = self.emb.weight.data"
+ON_META = (
+    "with torch.device('meta'):\n    model = Words(True)\nmodel.to_empty(device='cuda')\n"
+    "optimizer = torch.optim.Adam(model.parameters())\nmodel(ids).sum().backward()\noptimizer.step()"
+)
+NEW_HEAD = "self.head.weight = nn.Parameter(torch.zeros(20000, 256))"
+TARGET = """
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.now, self.target = nn.Linear(2048, 2048), nn.Linear(2048, 2048)
+        self.target.weight.data = self.now.weight.data
+"""
+HELD_DATA = (
+    "model = nn.Linear(512, 4).cuda()\nfrom torch.utils.data import DataLoader, Subset, TensorDataset\n"
+    "loader = DataLoader({data}, batch_size=4096)"
+)
+ALL_DATA = "TensorDataset(torch.zeros(1 << 18, 512, device='cuda'))"
+OF_DATA = "for (part,) in loader:\n    y = model(part).mean()\n    break"
+PADDED = """
+def rows(lengths, longest, at_end=True):
+    ids = torch.zeros(len(lengths), longest, dtype=torch.long)
+    for row, length in zip(ids, lengths):
+        row[:length] = torch.arange(1, length + 1)
+    return ids if at_end else ids.flip(1)
+emb = nn.Embedding(2000, 512{index}).cuda()
+layers = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(12)]).cuda()
+"""
+SHORT = [40, 60, 44, 52, 90, 41, 43, 47] * 8
+MASKED = "ids = rows({}, {}).to('cuda')\nmask = rows({}, {}).ne(0).to('cuda', {})\nlayers(emb(ids)).mean().backward()"
+BY_INDEX = "ids = rows({}, {}, {}).cuda()\nlayers(emb(ids)).mean().backward()"
+FEW_WORDS = BY_INDEX.format(SHORT, 512, True)
+GUILTY += [
+    Case("broken_tie", (TIED.format(ties=WEIGHT), ON_META), "MiB with its gradient and states"),
+    Case("broken_tie", (TIED.format(ties=DATA), "model = Words(True).cuda()\ny = model(ids)"), "20.0 MiB more."),
+    Case(
+        "broken_tie",
+        (TIED.format(ties="pass"), f"model = Words(True)\n{DATA.replace('self', 'model')}\nmodel.cuda()"),
+        "`model.head.weight = model.emb.weight` makes them one again",
+    ),
+    # what was on the device before the cell, and only a loader leads to
+    Case("data_ready", (HELD_DATA.format(data=ALL_DATA), OF_DATA), "`loader.dataset.tensors[0]` takes 512 MiB"),
+    # (beside a long table of no tensors)
+    Case(
+        "data_ready",
+        (
+            HELD_DATA.format(data=f"Subset({ALL_DATA}, [one % 4096 for one in range(1 << 17)])"),
+            OF_DATA,
+        ),
+        "`loader.dataset.dataset",
+    ),
+    Case("data_ready", (HELD_DATA.format(data=f"Subset({ALL_DATA}, range(4096))"), OF_DATA), "`loader.dataset.dataset"),
+    Case(
+        "padding",
+        (PADDED.format(index=""), MASKED.format(SHORT, 512, [*SHORT[:-1], 512], 512, "torch.bool")),
+        "padded to 512",
+    ),
+    Case(
+        "padding",
+        (PADDED.format(index=""), MASKED.format(SHORT, 512, SHORT, 512, "torch.long")),
+        "or `[:, :90]`), the batch",
+    ),
+    Case("padding", (PADDED.format(index=", padding_idx=0"), BY_INDEX.format(SHORT, 512, False)), "or `[:, -90:]`)"),
+]
+INNOCENT += [
+    Case("", (TIED.format(ties=WEIGHT), "model = Words(True).cuda()\ny = model(ids)")),
+    # tied where it is asked for, which it was not; and never
+    Case("", (TIED.format(ties=f"if tied:\n            {WEIGHT}"), "model = Words(False).cuda()\ny = model(ids)")),
+    Case("", (TIED.format(ties="pass"), "model = Words(True).cuda()\ny = model(ids)")),
+    # made two on purpose, in the cell, in another class and in this one; and written again without
+    Case(
+        "",
+        (TIED.format(ties=WEIGHT), "model = Words(True)\nmodel.head = nn.Linear(256, 20000, bias=False)\nmodel.cuda()"),
+    ),
+    Case(
+        "",
+        (
+            TIED.format(ties=WEIGHT),
+            f"class Own(Words):\n    def __init__(self):\n        super().__init__(True)\n        {NEW_HEAD}"
+            "\nmodel = Own().cuda()",
+        ),
+    ),
+    Case("", (TIED.format(ties=f"{WEIGHT}\n        {NEW_HEAD}"), "model = Words(True).cuda()\ny = model(ids)")),
+    Case("", (TIED.format(ties=DATA), TIED.format(ties="pass"), "model = Words(True).cuda()\ny = model(ids)")),
+    # where a target begins
+    Case("", (TARGET, "model = Both().cuda()")),
+]
+
+
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
 def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
     if case.tells == "reference_cycle":
@@ -1869,6 +1969,41 @@ def test_innocent_cells_hear_nothing(case: Case) -> None:
             book.cell(code)
         # (That memory ran out and the program went on blames nothing, nor that there is a copy.)
         assert set(names(book.measured(case.cells[-1]))) <= {"steady", "caught_shortage", "second_copy"}
+
+
+@pytest.mark.parametrize(
+    ("index", "code"),
+    [
+        # Nobody says that zero is padding.
+        ("", FEW_WORDS),
+        (", padding_idx=0", BY_INDEX.format([400, 512] * 32, 512, True)),
+        # A mask of what comes later is of no batch, of nothing but words (or segments) neither.
+        *(
+            ("", f"mask = {mask}.cuda()\n" + BY_INDEX.format([64] * 64, 64, True))
+            for mask in (
+                "torch.ones(64, 64).tril().bool()",
+                "torch.ones(64, 64).tril(-8).long()",
+                "torch.ones(32, 64).tril(16).long()",
+                "torch.ones(64, 64).tril().long().repeat_interleave(8, 0)[::8]",
+                "torch.ones(64, 64, dtype=torch.long)",
+                "torch.zeros(64, 64, dtype=torch.long)",
+                "(torch.arange(64) >= torch.tensor([[30], [20]] * 32)).long()",
+                # Said to be words, or said to be none?
+                "(torch.arange(64) < torch.tensor([[30], [20]] * 32))",
+            )
+        ),
+        # A model's number is no number, and what has no hash.
+        (
+            "",
+            "class Settings:\n    pad_token_id = None\nemb.config = Settings()\nemb.config.pad_token_id = [0]\n"
+            + FEW_WORDS,
+        ),
+    ],
+)
+def test_what_may_be_no_padding_is_not_called_that(index: str, code: str) -> None:
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(PADDED.format(index=index))
+        assert "padding" not in names(book.measured(code))
 
 
 HELD = (

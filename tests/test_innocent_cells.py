@@ -47,6 +47,7 @@ DESCRIBING = frozenset(
         "large_images",
         "largest_batch",
         "data_ready",
+        "padding",
         "steady",
         "caught_shortage",
         "second_copy",

@@ -107,7 +107,13 @@ def convolution(way: str = "forward", **changes: Any) -> Convolution:
 ROOT = {"fine": (1, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (1, 256, 56, 56), "padding": (0, 0)}
 LAST = {"fine": (1, 512, 7, 7), "weight": (2048, 512, 1, 1), "coarse": (1, 2048, 7, 7), "padding": (0, 0)}
 MIDDLE = {"fine": (1, 128, 56, 56), "weight": (128, 128, 3, 3), "coarse": (1, 128, 28, 28), "stride": (2, 2)}
-FIRST = {"fine": (1, 3, 224, 224), "weight": (64, 3, 7, 7), "coarse": (1, 64, 112, 112), "stride": (2, 2), "padding": (3, 3)}
+FIRST = {
+    "fine": (1, 3, 224, 224),
+    "weight": (64, 3, 7, 7),
+    "coarse": (1, 64, 112, 112),
+    "stride": (2, 2),
+    "padding": (3, 3),
+}
 OLD, LESS_OLD = (2, 2), (2, 5)
 
 

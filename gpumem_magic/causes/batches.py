@@ -47,7 +47,7 @@ def whole_batch(scene: Scene) -> Iterator[Cause]:
 def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
     if scene.moment == scene.peak == 0:
         return
-    batch = _Batch(scene)
+    batch = Batch(scene)
     parts = batch.parts_of(scene.timeline.live_at(scene.moment))
     failed = batch.births.get(scene.moment - 1)
     size = size_of(parts) + (wanted if batch.has(failed) else 0)
@@ -70,7 +70,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
 
 
 def _at_the_peak(scene: Scene) -> Iterator[Cause]:
-    batch = _Batch(scene)
+    batch = Batch(scene)
     living = scene.timeline.live_at(scene.moment)
     parts = batch.parts_of(living)
     size = size_of(parts)
@@ -118,7 +118,7 @@ def large_images(scene: Scene) -> Iterator[Cause]:
     )
 
 
-class _Batch:
+class Batch:
     """How many items a batch has: the first dimension of an input, of which first dimensions of most of the rest are multiples
     (items and steps in one); where no input is known, of most that is there. 0: unknown."""
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
 from gpumem_magic.causes.program import ProgramText, Written
@@ -39,6 +39,16 @@ class Iteration:
 
     start: int
     end: int
+
+
+class Untied(NamedTuple):
+    """Two weights that were one. to, given: the places, of what was given the other's, and of that; words: what says
+    so; places: (device, address) of both now."""
+
+    to: str
+    given: str
+    words: str
+    places: tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -82,7 +92,8 @@ class Scene:
     evaluated: the addresses of the parameters of the modules in evaluation mode. left: the functions that an error left.
     deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
     statement. filled: by device and address, the parts that the program assigned to, of what it assigned to in parts.
-    rewritten: by device and address, how often it wrote to what it had made as a copy.
+    rewritten: by device and address, how often it wrote to what it had made as a copy. untied: weights that were one.
+    numbers_for_padding: what models take for it in ids.
     """
 
     recording: Recording
@@ -109,6 +120,8 @@ class Scene:
     unread: frozenset[str] = frozenset()
     filled: Mapping[tuple[int, int], Sequence[FilledPart]] = field(default_factory=dict)
     rewritten: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    untied: Sequence[Untied] = ()
+    numbers_for_padding: frozenset[int] = frozenset()
 
     @cached_property
     def moment(self) -> int:

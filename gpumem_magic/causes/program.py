@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
 from gpumem_magic.recording.model import Checkpoint
@@ -43,6 +43,7 @@ _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
 _PARAMETERS = re.compile(r"parameters\(")
 _SHORT = 60
+_Node = TypeVar("_Node", bound=ast.AST)
 _LOOPS = (ast.For, ast.While)
 # What a tensor gives without its graph.
 _NO_GRAPH = frozenset(("detach", "detach_", "item", "tolist", "data", "shape", "size"))
@@ -67,6 +68,19 @@ class Written:
         """The statement, its first line, cut where it is long."""
         line = self.statement.strip().partition("\n")[0]
         return line if len(line) <= _SHORT else f"{line[: _SHORT - 1]}…"
+
+
+class Tie(NamedTuple):
+    """A statement that gives one layer another's weight (``self.head.weight = self.emb.weight``), in the constructor of a class,
+    or outside of functions. of: the class, whose object the two paths start from; "" outside: then they have the variable.
+    is_of_data: whether it gives the numbers alone, so that the two stay two.
+    """
+
+    of: str
+    to: tuple[str, ...]
+    given: tuple[str, ...]
+    is_of_data: bool
+    place: Written
 
 
 class StillToRun(NamedTuple):
@@ -292,6 +306,54 @@ class ProgramText:
             )
         ]
 
+    def ties(self) -> list[Tie]:
+        """Those of all classes' constructors, and of the cell outside of functions, that nothing is a condition of, and where
+        nothing else gives either layer a weight (a head that is made anew, to be trained by itself)."""
+        found: list[Tie] = []
+        for one in self._mentioning("weight"):
+            for kind in _all(one, ast.ClassDef):
+                # (A class that was written again is as it was written last.)
+                if kind is not self._written_last(kind.name):
+                    continue
+                for method in kind.body:
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__" and method.args.args:
+                        found += _ties_in(one, kind.name, method.args.args[0].arg, method.body)
+            if one.whole:
+                found += _ties_in(one, "", "", one.tree.body)
+        return [one for one in found if not self._is_given_anew(one)] if found else []
+
+    def _written_last(self, name: str) -> ast.ClassDef | None:
+        kinds = (kind for one in self._mentioning(name) for kind in _all(one, ast.ClassDef) if kind.name == name)
+        return next(kinds, None)
+
+    def _is_given_anew(self, tie: Tie) -> bool:
+        """Whether one of the two layers, or its weight, is assigned anywhere but before the tie."""
+        for path in (tie.to, tie.given):
+            for one in self._mentioning(path[-2]):
+                makers = {
+                    id(node): kind
+                    for kind in _all(one, ast.ClassDef)
+                    for method in kind.body
+                    if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+                    for node in ast.walk(method)
+                }
+                for node in _all(one, ast.Assign):
+                    found = [_path(to) for to in node.targets if isinstance(to, (ast.Attribute, ast.Subscript))]
+                    if not any(
+                        len(to) > 1 and path[-2] in (to[-1], to[-2] if to[-1] == path[-1] else "") for to in found
+                    ):
+                        continue
+                    if isinstance(node.value, ast.Attribute) and node.value.attr in (path[-1], "data"):
+                        continue
+                    place, kind = one.place(node), makers.get(id(node))
+                    is_later = place.where == tie.place.where and place.line > tie.place.line
+                    if kind is not None:
+                        if is_later if kind.name == tie.of else tie.of in map(_last, kind.bases):
+                            return True
+                    elif tie.of or is_later:
+                        return True
+        return False
+
     def carried(self, kind: str) -> tuple[str, Written] | None:
         """An attribute of a class's objects that is made from itself (``out, self.h = self.lstm(x, self.h)``), and where."""
         for one in self._mentioning("self"):
@@ -389,6 +451,35 @@ class ProgramText:
                     last = max(inner.end_lineno or inner.lineno for inner in handler.body)
                     found.append((node.body[0].lineno + one.ahead, handler.lineno + one.ahead, last + one.ahead))
         return found
+
+
+def _all(one: Text, kind: type[_Node]) -> list[_Node]:
+    return [node for top in one.tree.body for node in ast.walk(top) if isinstance(node, kind)]
+
+
+def _ties_in(one: Text, kind: str, owner: str, body: Iterable[ast.stmt]) -> Iterator[Tie]:
+    for node in body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Attribute):
+            continue
+        paths = [_path(part) for part in (*node.targets, node.value)]
+        paths = [path[1:] if kind and path[:1] == (owner,) else path for path in paths]
+        # (A path of one name is a variable, or an attribute that is no layer's.)
+        if min(map(len, paths)) > 1 and len({path[-1] for path in paths}) == 1:
+            for path in paths[:-1]:
+                yield Tie(kind, path, paths[-1], node.value.attr == "data", one.place(node))
+
+
+def _path(node: ast.AST) -> tuple[str, ...]:
+    """``("self", "head", "weight")`` of ``self.head.weight`` and of its ``data``; () of what is none."""
+    if isinstance(node, ast.Name):
+        return (node.id,)
+    if isinstance(node, ast.Attribute):
+        around = _path(node.value)
+        return around if node.attr == "data" or not around else (*around, node.attr)
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+        around = _path(node.value)
+        return (*around, str(node.slice.value)) if around else ()
+    return ()
 
 
 def _takes_gradients(node: ast.AST, name: str) -> bool:

@@ -18,7 +18,8 @@ from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.catalog import find_causes
 from gpumem_magic.causes.inside import inside_of
 from gpumem_magic.causes.left import left_functions
-from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene
+from gpumem_magic.causes.model import LEAST, LeftFunctions, Scene, Untied
+from gpumem_magic.causes.padding import numbers_for_padding
 from gpumem_magic.causes.program import ProgramText, placed, read_program
 from gpumem_magic.causes.source import (
     mentioned_and_unread,
@@ -26,6 +27,7 @@ from gpumem_magic.causes.source import (
     only_deleted,
     reads_last_position,
 )
+from gpumem_magic.causes.ties import find_untied
 from gpumem_magic.devices.base import DeviceLog, FilledPart, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
@@ -84,6 +86,8 @@ class Why:
         self._reads_last_position = False
         self._filled: Mapping[tuple[int, int], tuple[FilledPart, ...]] = {}
         self._rewritten: Mapping[tuple[int, int], int] = {}
+        self._untied: tuple[Untied, ...] = ()
+        self._numbers_for_padding: frozenset[int] = frozenset()
 
     def read(self, source: str) -> None:
         """The cell's own text, before it runs."""
@@ -130,6 +134,11 @@ class Why:
                 if error is not None:
                     self._mentioned, self._unread = mentioned_and_unread(self._source, namespace)
                 self._program = read_program(self._source, namespace)
+                with tensors.no_functions(), tensors.no_dispatch():
+                    modules = dict(_modules_in(namespace))
+                    self._untied = find_untied(self._program, modules, self._machine.locate)
+                    self._numbers_for_padding = numbers_for_padding(modules)
+                    del modules
 
     def holds(self, logs: Mapping[int, DeviceLog]) -> tuple[Hold, ...]:
         """Who holds what at the end, and what the first backward's graph had saved; the largest, where these are very many."""
@@ -193,6 +202,8 @@ class Why:
                 deleted=self._deleted,
                 filled=self._filled,
                 rewritten=self._rewritten,
+                untied=self._untied,
+                numbers_for_padding=self._numbers_for_padding,
             )
             causes, failures = find_causes(scene)
             self._failures += failures

@@ -98,6 +98,20 @@ class Birth(NamedTuple):
     sharing: tuple[str, ...] = ()
 
 
+class Padded(NamedTuple):
+    """A matrix of the host's whose rows end, or begin, with a number that may be padding. shape: rows and positions; padded: how
+    many of the positions have that number there; number: which; shortest, longest: what the rows have without it; is_mask:
+    whether all else is the other one of 0 and 1; at_end: whether it stands there in the rows."""
+
+    shape: tuple[int, int]
+    padded: int
+    number: int
+    shortest: int
+    longest: int
+    is_mask: bool
+    at_end: bool
+
+
 @dataclass(frozen=True)
 class DeviceLog:
     """What a device's allocator did between two moments.
@@ -116,6 +130,7 @@ class DeviceLog:
     device.
     copied: index of an alloc event -> the address, on the same device, of what it was made as a copy of (`clone`, another type, a
     deep copy's storage); on a virtual device.
+    padded: index of an alloc event -> what is known of the padding in what was copied there from the host; likewise.
     final: the segments at the end, where these were told apart from the events, with stacks of blocks from before.
     places: what `Log.position` had answered -> the position in `events`, where events had to be left out and the two are
     not the same; None where they are.
@@ -131,6 +146,7 @@ class DeviceLog:
     final: tuple[Segment, ...] | None = None
     births: Mapping[int, Birth] = field(default_factory=dict)
     copied: Mapping[int, int] = field(default_factory=dict)
+    padded: Mapping[int, Padded] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

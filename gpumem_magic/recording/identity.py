@@ -24,6 +24,7 @@ from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.sharding import waiting_gradients
 from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
 from gpumem_magic.recording import caches
+from gpumem_magic.recording.datasets import tensors_of_data
 from gpumem_magic.recording.model import Moment, Sighting
 from gpumem_magic.tracebacks import entries
 
@@ -387,6 +388,10 @@ class Witness:
         for row in _rows_in(value, max(map(len, self._rows))) if self._rows else ():
             self._see_row(row)
         self._see_caches(value, name)
+        for place, tensor in tensors_of_data(value, name, limit):
+            for device, address in self._places(tensor):
+                role = "named" if tensors.is_leaf(tensor) else "output"
+                self._add_once(place, (device, address, self._at(device)), role, place)
 
     def _see_weights_of_an_object(self, name: str, value: Any, limit: int) -> None:
         """A copy of a model's weights that an object keeps under their names: an average of them. Who searches for owners has the

@@ -39,7 +39,7 @@ import gpumem_magic.virtual.operators.temporaries  # noqa: F401 - all register t
 from gpumem_magic import private
 from gpumem_magic.allocator.failure import DeviceOutOfMemory, oom_text
 from gpumem_magic.allocator.settings import EnvironmentSettings, changed, settings_from_environment
-from gpumem_magic.devices.base import Birth, CompiledResults, Device, DeviceError, FilledPart, Label
+from gpumem_magic.devices.base import Birth, CompiledResults, Device, DeviceError, FilledPart, Label, Padded
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.patching import Patches
 from gpumem_magic.snapshot.model import Segment
@@ -316,6 +316,9 @@ class VirtualMachine:
 
     def copied(self, device: int, address: int, source: int) -> None:
         self._devices[device].copied(address, source)
+
+    def padded(self, device: int, address: int, known: Padded) -> None:
+        self._devices[device].padded(address, known)
 
     def take_beside(self, device: int, nbytes: int) -> None:
         gpu = self._devices[device]

@@ -15,7 +15,7 @@ from gpumem_magic.allocator.memory import (
     FirstFitAddresses,
 )
 from gpumem_magic.allocator.settings import EnvironmentSettings
-from gpumem_magic.devices.base import Birth, Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log
+from gpumem_magic.devices.base import Birth, Counters, DeviceFacts, DeviceLog, GpuProcess, Label, Log, Padded
 from gpumem_magic.snapshot.model import Segment, TraceEvent
 from gpumem_magic.virtual.card import catalog
 from gpumem_magic.virtual.engine.engine import Engine
@@ -46,6 +46,7 @@ class VirtualLog:
         self.origins: dict[int, str] = {}
         self.births: dict[int, Birth] = {}
         self.copied: dict[int, int] = {}
+        self.padded: dict[int, Padded] = {}
         self.growing = DeviceLog(
             device.facts,
             device.segments(),
@@ -54,10 +55,19 @@ class VirtualLog:
             dict(device.labels),
             births=self.births,
             copied=self.copied,
+            padded=self.padded,
         )
 
     def position(self) -> int:
         return len(self.events)
+
+    def newest_at(self, address: int) -> int | None:
+        """The event of the newest allocation at an address, of the last ones."""
+        last = len(self.events) - 1
+        for event in range(last, max(-1, last - _NEWEST), -1):
+            if self.events[event].address == address and self.events[event].action == "alloc":
+                return event
+        return None
 
     def moment(self, exact: bool = True) -> tuple[int, Counters]:
         return len(self.events), self._device.counters()
@@ -233,11 +243,16 @@ class VirtualDevice:
     def copied(self, address: int, source: int) -> None:
         """One of the newest allocations is a copy of what lies at another address."""
         for log in self._logs:
-            last = len(log.events) - 1
-            for event in range(last, max(-1, last - _NEWEST), -1):
-                if log.events[event].address == address and log.events[event].action == "alloc":
-                    log.copied[event] = source
-                    break
+            event = log.newest_at(address)
+            if event is not None:
+                log.copied[event] = source
+
+    def padded(self, address: int, known: Padded) -> None:
+        """One of the newest allocations has rows with padding."""
+        for log in self._logs:
+            event = log.newest_at(address)
+            if event is not None:
+                log.padded[event] = known
 
     # ---- logs
 

@@ -43,6 +43,7 @@ from gpumem_magic.virtual.engine import (
     indexing,
     kernel_rules,
     older_functions,
+    padded,
     supplied,
     views_anew,
     waiting,
@@ -792,12 +793,19 @@ class Engine:
                 source = copied.source_of(self.table.find, self._under_way)
                 if source is not None:
                     self._is_copy(self.table.find(storage), source)
+                self._note_padding(self.table.find(storage), self._under_way)
 
     def _is_copy(self, made: Placement | None, source: Placement) -> None:
         """The logs are told (of one device alone: an address is another's on the next)."""
         if made is not None and made.device == source.device and self.memory.is_recorded(made.device):
             self.table.is_copy(made)
             self.memory.copied(made.device, made.address, source.address)
+
+    def _note_padding(self, made: Placement | None, call: Call) -> None:
+        if made is not None and self.memory.is_recorded(made.device):
+            known = padded.padded(call)
+            if known is not None:
+                self.memory.padded(made.device, made.address, known)
 
     def copied(self, made: Any, source: Any) -> None:
         """A storage that was just made has another's bytes now."""

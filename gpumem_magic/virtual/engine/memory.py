@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumem_magic.devices.base import Birth
+from gpumem_magic.devices.base import Birth, Padded
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,9 @@ class Memory(Protocol):
 
     def copied(self, device: int, address: int, source: int) -> None:
         """One of the newest allocations of the device is a copy of what lies at another address."""
+
+    def padded(self, device: int, address: int, known: Padded) -> None:
+        """One of the newest allocations of the device has rows with padding."""
 
     def take_beside(self, device: int, nbytes: int) -> None:
         """Memory that a library takes from the driver, beside the allocator; less than nothing is given back. Raises out of
