@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.engine.host_calls import FactoryCall
 
 _CALLS: dict[str, Callable[[Any, Any], Any]] = {
     "pinv": lambda matrix, _: torch.linalg.pinv(matrix),
@@ -70,3 +72,12 @@ def test_inference_mode_conjugates_inside_what_comes_whole() -> None:
         for transform in (torch.fft.hfft, torch.fft.hfft2, torch.fft.hfftn, torch.fft.ihfft):
             given = signal.real if transform is torch.fft.ihfft else signal
             torch.testing.assert_close(transform(given.cuda()).cpu(), transform(given))
+
+
+def test_nothing_is_kept_of_what_makes_a_tensor() -> None:
+    """By what an operator is called with was looked up for good, and a call of a factory has its arguments in it."""
+    gpu.turn_on("T4,values=real")
+    for _ in range(9):
+        torch.rand(3, device="cuda")
+    gc.collect()
+    assert not any(type(one) is FactoryCall for one in gc.get_objects())

@@ -79,4 +79,8 @@ def test_comparisons_do_not_grow_in_place_either(card_with_values: str) -> None:
         torch.mul(small, large, out=small)
     assert small.shape == (3,)
     assert torch.mul(large, large, out=small.clone().resize_(0)).shape == (2, 3)
+    # (Another name than `out`, which is not read.)
+    given = torch.ones(1, device="cuda"), torch.ones(2, 3, device="cuda")
+    result = torch.ops.aten.sigmoid_backward.grad_input(*given, grad_input=torch.empty(0, device="cuda"))
+    assert result.shape == (2, 3)
     assert large.eq_(small).shape == (2, 3)

@@ -312,12 +312,13 @@ class ProgramText:
         found: list[Tie] = []
         for one in self._mentioning("weight"):
             for kind in _all(one, ast.ClassDef):
-                # (A class that was written again is as it was written last.)
-                if kind is not self._written_last(kind.name):
-                    continue
+                said: list[Tie] = []
                 for method in kind.body:
                     if isinstance(method, ast.FunctionDef) and method.name == "__init__" and method.args.args:
-                        found += _ties_in(one, kind.name, method.args.args[0].arg, method.body)
+                        said += _ties_in(one, kind.name, method.args.args[0].arg, method.body)
+                # (A class that was written again is as it was written last.)
+                if said and kind is self._written_last(kind.name):
+                    found += said
             if one.whole:
                 found += _ties_in(one, "", "", one.tree.body)
         return [one for one in found if not self._is_given_anew(one)] if found else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from gpumem_magic.virtual.engine.calls import is_made_of_others
 from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, SPECIAL, Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_only, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
+from gpumem_magic.virtual.engine.mismatch import written_arguments
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
@@ -42,13 +42,7 @@ def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     schema = func._schema
     if not schema.is_mutable:
         return []
-    return list(leaves(list(_written_arguments(schema, args, kwargs))))
-
-
-def _written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
-    for number, argument in enumerate(schema.arguments):
-        if argument.is_write:
-            yield args[number] if number < len(args) else kwargs.get(argument.name)
+    return list(leaves(list(written_arguments(schema, args, kwargs))))
 
 
 class ComputingEngine(Engine):

@@ -793,7 +793,8 @@ class Engine:
                 source = copied.source_of(self.table.find, self._under_way)
                 if source is not None:
                     self._is_copy(self.table.find(storage), source)
-                self._note_padding(self.table.find(storage), self._under_way)
+                if padded.may_be_padded(self._under_way):
+                    self._note_padding(self.table.find(storage), self._under_way)
 
     def _is_copy(self, made: Placement | None, source: Placement) -> None:
         """The logs are told (of one device alone: an address is another's on the next)."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch._decomp import decomposition_table
 
-from gpumem_magic.virtual.engine.calls import sparse_layout, views_resolved
+from gpumem_magic.virtual.engine.calls import sparse_layout, views_resolved, without_excluding
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import CannotRun
@@ -87,7 +87,7 @@ def is_always_replaced(func: Any) -> bool:
 def plain_function(func: Any) -> _Function | None:
     """What the host calls for an operator that draws no random numbers, and leaves nothing for its gradient; None for others."""
     if is_plain(func):
-        return _through_views(func) if _makes_adjoints(func) else func
+        return _as_called(func)
     found = EQUIVALENT.get(func)
     draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
     return None if found is None or draws or found.gives is not None or found.takes is not None else found.function
@@ -149,12 +149,7 @@ class host_only:
 @contextmanager
 def with_gradients() -> Iterator[None]:
     """Inside `host_only`: PyTorch's autograd sees what the host computes."""
-    kept_out = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD
-    with (
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), kept_out),
-    ):
+    with torch.inference_mode(False), torch.enable_grad(), without_excluding(_AUTOGRAD):
         yield
 
 
@@ -162,13 +157,19 @@ def with_gradients() -> Iterator[None]:
 _LINEAR_ALGEBRA = re.compile(r"aten::_?(linalg|lu_|cholesky|triangular|ormqr|orgqr|geqrf|inverse|pinverse)")
 
 
+def _as_called(func: Any) -> _Function:
+    """An operator's function for the host, as where a program calls it: what it calls with conjugated views sees them so."""
+    if not isinstance(func, torch._ops.OpOverload):
+        # (What makes one new tensor is not to be kept.)
+        return func  # type: ignore[no-any-return]
+    return _of_operator(func)
+
+
 @functools.cache
-def _makes_adjoints(func: Any) -> bool:
-    """Whether an operator's function for the host calls others with conjugated views."""
-    return isinstance(func, torch._ops.OpOverload) and _LINEAR_ALGEBRA.match(func.name()) is not None
+def _of_operator(func: Any) -> _Function:
+    if _LINEAR_ALGEBRA.match(func.name()) is None:
+        return func  # type: ignore[no-any-return]
 
-
-def _through_views(func: Any) -> _Function:
     def run(*args: Any, **kwargs: Any) -> Any:
         with views_resolved():
             return func(*args, **kwargs)
@@ -179,10 +180,7 @@ def _through_views(func: Any) -> _Function:
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
     """A plain operator's results. To be called inside `host_only`."""
     try:
-        if _makes_adjoints(func):
-            with views_resolved():
-                return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        return _as_called(func)(*args, **kwargs)
     except NotImplementedError as error:
         decomposed = decomposition_table.get(func)
         # (Those are of dense tensors.)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -164,22 +164,30 @@ def _writes_each_element(func: Any) -> bool:
     return type(plain) is type(func) and torch.Tag.pointwise in plain.tags
 
 
+def written_arguments(schema: Any, args: Any, kwargs: Any) -> Iterator[Any]:
+    """What an operator of this schema writes to: tensors, and lists of them."""
+    for number, argument in enumerate(schema.arguments):
+        if argument.is_write:
+            yield args[number] if number < len(args) else kwargs.get(argument.name)
+
+
 def refuse_to_grow(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises CUDA's error where what is written in place, or named by ``out=`` and read as well, would have to be larger
+    """Raises CUDA's error where what is written in place, or named (``out=``) and read as well, would have to be larger
     (`compute_shape` in ``TensorIterator.cpp``): some of PyTorch's rules in Python give it another size."""
     if not args or not _writes_each_element(func):
         return
-    written = kwargs.get("out", args[0]) if kwargs else args[0]
-    if not isinstance(written, torch.Tensor) or not any(arg is written for arg in args):
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    read = [one for one in written_arguments(func._schema, args, kwargs) if any(one is other for other in tensors)]
+    if not read:
         return
-    shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]
     try:
-        wanted = torch.broadcast_shapes(*shapes)
+        wanted = torch.broadcast_shapes(*(one.shape for one in tensors))
     except RuntimeError:
         # (The operator says so itself.)
         return
-    if wanted != written.shape:
-        raise RuntimeError(f"output with shape {list(written.shape)} doesn't match the broadcast shape {list(wanted)}")
+    for one in read:
+        if wanted != one.shape:
+            raise RuntimeError(f"output with shape {list(one.shape)} doesn't match the broadcast shape {list(wanted)}")
 
 
 def refuse_without_kernel(func: Any) -> None:

@@ -20,10 +20,14 @@ _MOST = 1 << 18
 _LEAST = 8
 
 
+def may_be_padded(call: Call) -> bool:
+    return id(call[0]) in _MOVING
+
+
 def padded(call: Call) -> Padded | None:
-    """What is known of the padding in a tensor of the host that is being copied to the device; None where there is none, and
-    where a mask can be read in two ways."""
-    source = call[1][0] if id(call[0]) in _MOVING else None
+    """What is known of the padding in a tensor of the host that is being copied to the device (`may_be_padded`); None where there
+    is none, and where a mask can be read in two ways."""
+    source = call[1][0]
     # (A class of the program's own may have words of its own for all that is asked here.)
     if type(source) is not torch.Tensor or source.layout is not torch.strided or source.is_meta:
         return None
