@@ -572,6 +572,9 @@ def test_a_conjugated_matrix_is_copied_unless_it_is_transposed() -> None:
     batch = torch.zeros(3, 30, 40, dtype=torch.complex64, device="cuda")
     assert made(lambda: batch.conj() @ y.expand(3, 40, 20).contiguous().conj())[-2:] == [3 * y.nbytes, batch.nbytes]
     assert made(lambda: batch.mH @ batch) == [3 * 40 * 40 * 8]
+    # Of one number each, of which the batch's is not asked whether it is transposed (the samples of an H100).
+    one = torch.zeros(3, 1, 1, dtype=torch.complex64, device="cuda")
+    assert made(lambda: one @ one.conj()) == [24, 24]
 
 
 def test_parts_are_written_by_one_kernel() -> None:

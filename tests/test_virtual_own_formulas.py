@@ -178,9 +178,53 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
             "minimum": [x.detach()],
             "linalg_householder_product": [torch.ones(2, device=where)],
         }
-        return type(operator(x, *more.get(operator.__name__.removesuffix(".default"), [])).grad_fn).__name__
+        out = operator(x, *more.get(operator.__name__.removesuffix(".default"), []))
+        return type((out[0] if isinstance(out, tuple) else out).grad_fn).__name__
 
     assert node("cuda") == node("cpu")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("singular", [[], [0], [0, 1]])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_of_determinants_are_right(computing: Any, size: int, singular: list[int], dtype: torch.dtype) -> None:
+    host = (torch.arange(2.0 * size * size).view(2, size, size) + 4 * torch.eye(size)).to(dtype)
+    host[singular, 0] = 0
+    for expected, found in both(torch.linalg.det, host):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_determinants_of_one_number_are_worked_out_before_2_12(device: Any) -> None:
+    x = torch.ones(3, 1, 1, device="cuda", requires_grad=True)
+    out, given = torch.linalg.det(x), torch.ones(3, device="cuda")
+    # The product, on a diagonal; which are zero, the two that are chosen from, the choice, on a diagonal; factors without zeros,
+    # the result, two lists of addresses (the samples of an H100 with 2.11).
+    found = made(lambda: torch.autograd.grad(out, x, given, retain_graph=True))
+    assert found[:11] == [12, 12, 3, 4, 4, 12, 12, 12, 12, 24, 24]
+    again = made(lambda: torch.autograd.grad(out, x, given, create_graph=True))
+    # The sizes, which are small, how many; the result, factors, pivots and codes, addresses of one and of two, whether any is
+    # wrong.
+    assert [*again[:6], *again[7:]] == [12, 12, 12, 3, 4, 1, 12, 12, 12, 12, 24, 24, 24, 1]
+    alone = torch.ones(1, 1, device="cuda", requires_grad=True)
+    out, given = torch.linalg.det(alone), torch.ones((), device="cuda")
+    # One flag is read as it is.
+    found = made(lambda: torch.autograd.grad(out, alone, given, create_graph=True))
+    assert found == [4, 4, 4, 1, 4, 4, 4, 4, 768, 8, 8, 1, 1]
+
+
+def test_determinants_of_one_number_hand_the_gradient_on_since() -> None:
+    gpu.turn_on("H100,torch=2.13")
+    x = torch.ones(3, 1, 1, device="cuda", requires_grad=True)
+    found = gradients(torch.linalg.det(x), x)
+    gpu.turn_off()
+    assert found == []
+
+
+def test_what_can_be_differentiated_again_of_determinants_is_solved(device: Any) -> None:
+    x = torch.randn(4, 20, 20, device="cuda", requires_grad=True)
+    out, given = torch.linalg.det(x), torch.ones(4, device="cuda")
+    (found,) = torch.autograd.grad(out, x, given, create_graph=True)
+    assert type(found.grad_fn).__name__ == "LinalgSolveExBackward0"
 
 
 @pytest.mark.parametrize("zeros", [[], [(1, 2)], [(1, 2), (3, 2), (1, 4)]])

@@ -248,7 +248,7 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         [args[place] for place in reversed(_PRODUCTS[func])] if in_rows else [args[place] for place in _PRODUCTS[func]]
     )
     copied = [
-        bytes_of(one) for one in matrices if not _lies_right(one) or (one.is_conj() and in_rows == _lies_in_rows(one))
+        bytes_of(one) for one in matrices if not _lies_right(one) or (one.is_conj() and not _is_transposed(one, in_rows))
     ]
     # (Nothing is copied of any that look so. What is, is there while the library takes its workspace.)
     return copied or Kernels((), ())
@@ -519,11 +519,12 @@ def _lies_right(matrices: Any) -> bool:
     return fits_blas(matrices.shape, matrices.stride())
 
 
-def _lies_in_rows(matrices: Any) -> bool:
-    """As cuBLAS is told of them."""
+def _is_transposed(matrices: Any, in_rows: bool) -> bool:
+    """As cuBLAS is told of them, for a result that lies so."""
     if matrices.dim() == 2 and is_dense(matrices):
-        return bool(matrices.is_contiguous())
-    return bool(matrices.stride(-1) == 1 and matrices.stride(-2) >= max(1, matrices.shape[-1]))
+        return bool(in_rows != matrices.is_contiguous())
+    side = -1 if in_rows else -2
+    return not (matrices.stride(side) == 1 and matrices.stride(-3 - side) >= max(1, matrices.shape[side]))
 
 
 @special(_aten.masked_scatter.default, _aten.masked_scatter_.default)

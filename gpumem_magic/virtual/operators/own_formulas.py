@@ -53,14 +53,18 @@ def _with_node(
         def forward(ctx: Any, kwargs: Any, *args: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 out = operator(*args, **kwargs)
-            ctx.save_for_backward(*(args[place] for place in keeps), *([out] if with_result else []))
+            results = out if isinstance(out, tuple) else (out,)
+            ctx.save_for_backward(*(args[place] for place in keeps), *(results if with_result else []))
+            # (Of several results the first has a gradient.)
+            ctx.mark_non_differentiable(*results[1:])
+            ctx.set_materialize_grads(len(results) == 1)
             ctx.args = [None if isinstance(one, torch.Tensor) else one for one in args]
             ctx.shape = args[0].shape
             return out
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            return (None, *formula(ctx, *gradients))
+        def backward(ctx: Any, gradient: Any, *_: Any) -> Any:
+            return (None, *formula(ctx, gradient))
 
     call_node(Node, name)
 
@@ -164,12 +168,15 @@ def _has_zeros(source: Any) -> bool:
 
 
 def _zeros_of(source: Any) -> Any:
-    """Where they are."""
-    zeros = source == 0
-    if values.exact(source) is not None:
-        return zeros.nonzero()
+    return _places_of(source == 0)
+
+
+def _places_of(flags: Any) -> Any:
+    """Where they are up: nowhere, if that isn't known."""
+    if values.exact(flags) is not None:
+        return flags.nonzero()
     # (Backward runs it outside of an operator.)
-    return made_plainly(found_among, cast(Engine, engine_of(zeros)), zeros.get_device(), zeros, 0)
+    return made_plainly(found_among, cast(Engine, engine_of(flags)), flags.get_device(), flags, 0)
 
 
 # ---- masked_fill, by a tensor
@@ -332,6 +339,66 @@ def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.T
     return shared
 
 
+# ---- determinants
+
+# Since when a matrix of one number hands the gradient on as it is (2.13 does; 2.11 works it out as that of others, on an H100; of
+# 2.12 it is not known).
+_ONE_NUMBER_HANDED_ON_FROM = (2, 12)
+
+
+def _determinant_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    matrices, result, factors, pivots = ctx.saved_tensors
+    if not matrices.numel():
+        return (None,)
+    if matrices.shape[-1] == 1 and version_of(matrices) >= _ONE_NUMBER_HANDED_ON_FROM:
+        return (gradient.unsqueeze(-1).unsqueeze(-1).expand_as(matrices),)
+    by_number = gradient * result.conj()
+    scaled = torch.diag_embed(by_number.unsqueeze(-1).expand_as(pivots)).mT
+    smallest = torch.finfo(matrices.dtype).eps
+    if torch.is_grad_enabled():
+        sizes = result.abs()
+        found = _of_determinants(sizes < 100 * smallest, matrices, scaled, gradient)
+        del sizes
+    else:
+        zeros = factors.diagonal(0, -2, -1) == 0
+        moved = torch.where(zeros, smallest, 0.0)
+        steps = torch.diag_embed(moved)
+        regular = factors + steps
+        del steps, moved, zeros
+        as_it_lies = matrices.is_contiguous() and not matrices.is_complex()
+        found = torch.linalg.lu_solve(regular, pivots, scaled, left=True, adjoint=not as_it_lies)
+        del regular
+    del scaled, by_number
+    return (found,)
+
+
+def _of_determinants(singular: Any, matrices: Any, scaled: Any, gradient: Any) -> Any:
+    """What can be differentiated once more (`masked_fmap`). Numbers that are not known count as though none was small."""
+    if values.exact(singular) is not None:
+        chosen = matrices[singular]
+    else:
+        # (One flag is read as it is: `TensorIndexing.h`.)
+        found = _places_of(singular) if singular.dim() else None
+        chosen = matrices[:0]
+        del found
+    if not chosen.numel():
+        return torch.linalg.solve(matrices.mH, scaled)
+    if chosen.numel() == matrices.numel():
+        return _by_singular_values(matrices, gradient)
+    others = singular.logical_not()
+    whole = torch.empty_like(matrices)
+    whole.index_put_((singular,), _by_singular_values(chosen, gradient[singular]))
+    return whole.index_put_((others,), torch.linalg.solve(matrices[others].mH, scaled[others]))
+
+
+def _by_singular_values(matrices: Any, gradient: Any) -> Any:
+    left, sizes, right = torch.linalg.svd(matrices)
+    turned = torch.linalg.det(right)
+    turned = torch.linalg.det(left) * turned
+    shares = _prod_with_zeros((turned.conj() * gradient).unsqueeze(-1), sizes, -1)
+    return (left * shares.unsqueeze(-2)) @ right
+
+
 _NODES = {
     operator: _with_node(operator, name, keeps, with_result, formula, *changed)
     for operator, name, keeps, with_result, formula, *changed in (
@@ -346,6 +413,13 @@ _NODES = {
             (0, 1),
             True,
             _reflections_backward,
+        ),
+        (
+            _aten._linalg_det.default,
+            "LinalgDetBackward0",
+            (0,),
+            True,
+            _determinant_backward,
         ),
         (_aten.trace.default, "TraceBackward0", (), False, _trace_backward, _DIAGONAL_ALONE_FROM),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
