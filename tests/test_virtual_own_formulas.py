@@ -187,7 +187,9 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("singular", [[], [0], [0, 1]])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_gradients_of_determinants_are_right(computing: Any, size: int, singular: list[int], dtype: torch.dtype) -> None:
+def test_gradients_of_determinants_are_right(
+    computing: Any, size: int, singular: list[int], dtype: torch.dtype
+) -> None:
     host = (torch.arange(2.0 * size * size).view(2, size, size) + 4 * torch.eye(size)).to(dtype)
     host[singular, 0] = 0
     for expected, found in both(torch.linalg.det, host):

@@ -248,7 +248,9 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         [args[place] for place in reversed(_PRODUCTS[func])] if in_rows else [args[place] for place in _PRODUCTS[func]]
     )
     copied = [
-        bytes_of(one) for one in matrices if not _lies_right(one) or (one.is_conj() and not _is_transposed(one, in_rows))
+        bytes_of(one)
+        for one in matrices
+        if not _lies_right(one) or (one.is_conj() and not _is_transposed(one, in_rows))
     ]
     # (Nothing is copied of any that look so. What is, is there while the library takes its workspace.)
     return copied or Kernels((), ())
