@@ -969,3 +969,77 @@ def test_a_call_with_a_keyword_that_a_function_does_not_take_is_of_another(
     place.write_text(source.replace(before, after) if before else source)
     line = next(number for number, one in enumerate(place.read_text().splitlines(), 1) if ".cpu()" in one)
     assert ends_a_loop(str(place), line) is ends
+
+
+OFFLOADS = """
+class Offload:
+    def pack(self, activation):
+        number = self.next()
+        for old in [one for one in self.stash.keys()]:
+            if old <= number - self.most:
+                del self.stash[old]
+            else:
+                break
+        kept = empty_like(activation)
+        kept.copy_(activation)
+        self.tracker[number] = (kept, True)
+        self.stash[number] = (activation, 1)
+        return number
+
+    def unpack(self, number):
+        tensor, moved = self.tracker[number]
+        if moved:
+            count = use_count(tensor.untyped_storage()._cdata)
+            tensor = tensor.cuda()
+            self.back[number] = tensor
+            if use_count(tensor.untyped_storage()._cdata) == count:
+                self.done(number)
+        for old in [one for one in self.back.keys()]:
+            self.wait(old)
+        return tensor
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "goes"),
+    [
+        ("", "", False),
+        ("(kept, True)", "(True, kept)", True),
+        ("(kept, True)", "(kept, kept.max() > 3)", True),
+        ("tensor, moved = ", "moved, tensor = ", True),
+        ("tensor, moved = self.tracker[number]", "pair = self.tracker[number]; tensor, moved = pair", True),
+        ("tensor, moved = self.tracker[number]", "moved = self.tracker[number]", True),
+        ("(kept, True)", "kept", True),
+        # (What is at a key's own first place may be anywhere.)
+        ("self.tracker[number] = (kept, True)", "self.tracker[number][0] = (kept, True)", True),
+        ("if moved", "if tensor.max() > 3", True),
+    ],
+)
+def test_each_place_of_a_tuple_has_what_was_put_there(tmp_path: Path, before: str, after: str, goes: bool) -> None:
+    place = tmp_path / "offload.py"
+    place.write_text(OFFLOADS.replace(before, after) if before else OFFLOADS)
+    line = next(number for number, one in enumerate(place.read_text().splitlines(), 1) if ".copy_(" in one)
+    assert (ends_a_loop(str(place), line) or chooses_a_way(str(place), line)) is goes
+
+
+@pytest.mark.parametrize(
+    ("code", "chooses"),
+    [
+        ("host.copy_(x.mean())\nif host > 3:\n    work()\n", True),
+        ("host[0].copy_(x.mean())\nif host.max() > 3:\n    work()\n", True),
+        ("self.host.copy_(x.mean())\nif self.host > 3:\n    work()\n", True),
+        ("host.copy_(x.mean())\nif other > 3:\n    work()\n", False),
+        ("a, b = 1, x.mean()\nif a:\n    work()\n", False),
+        ("a, b = 1, x.mean()\nif b:\n    work()\n", True),
+        ("pair = 1, x.mean()\na, b = pair\nif a:\n    work()\n", False),
+        ("pair = 1, x.mean()\na, b = pair\nif b:\n    work()\n", True),
+        ("pair = 1, x.mean()\npair = pair[::-1]\na, b = pair\nif a:\n    work()\n", True),
+        ("pair = 1, x.mean()\nfor one in pair:\n    if one:\n        work()\n", True),
+        ("pair = [1, x.mean()]\npair.reverse()\na, b = pair\nif a:\n    work()\n", True),
+        ("rows['a@0'] = 1, x.mean()\na, b = rows['a@0']\nif b:\n    work()\n", True),
+        ("rows['a@0'] = 1, x.mean()\na, *b = rows['a@0']\nif b:\n    work()\n", True),
+        ("x.mean()\n", False),
+    ],
+)
+def test_what_is_copied_into_a_tensor_and_put_into_a_tuple_is_there(tmp_path: Path, code: str, chooses: bool) -> None:
+    assert chooses_a_way(*read_in(tmp_path, code)) is chooses

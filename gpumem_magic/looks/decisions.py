@@ -170,11 +170,13 @@ class _Reached:
         self._files = files
         # The first line that gives each its value.
         self._found: dict[tuple[int, Key, int], int] = {}
+        # The same of what has it at a place of a tuple, and is no more than that.
+        self._partly: dict[tuple[int, Key, int], int] = {}
         left = [
             (0, flow, _VALUE)
             for flow in self._files[0].flows
             if flow.source.covers(line, self._statements)
-            and (flow.kind != "argument" or flow.source.reads)
+            and (flow.source.reads or (flow.kind != "argument" and flow.source.keys))
             and _is_let(flow)
         ]
         while left:
@@ -184,6 +186,9 @@ class _Reached:
                 for place in range(len(self._files)) if flows.is_shared(key) else (number,):
                     if self._found.get((place, key, level), sys.maxsize) > flow.source.first:
                         self._found[place, key, level] = flow.source.first
+                        if whole := flows.tuple_of(key):
+                            known = self._partly.get((place, whole, level), sys.maxsize)
+                            self._partly[place, whole, level] = min(known, flow.source.first)
                         declared, given = flows.as_declared(key)
                         for asked in self._keys_of(declared, level):
                             flowing = self._files[place].by_key.get(asked, ())
@@ -194,12 +199,15 @@ class _Reached:
                             ]
 
     def _keys_of(self, key: Key, level: int) -> Sequence[Key]:
-        """Under which keys it is asked for: what is only a value is none of a length."""
-        return (key, (key[0], f"{key[1]}#")) if level >= _COUNT or self._sized else (key,)
+        """Under which keys it is asked for: what is only a value is none of a length, and a tuple has no length that it sets."""
+        if whole := flows.tuple_of(key):
+            return key, whole
+        own = (key, flows.no_tuple(key))
+        return (*own, (key[0], f"{key[1]}#")) if level >= _COUNT or self._sized else own
 
     def _follows(self, source: Uses, place: int, key: Key, level: int) -> bool:
-        line = self._found.get((place, key, level))
-        return line is not None and not source.comes_before(key, line)
+        lines = [found[place, key, level] for found in (self._found, self._partly) if (place, key, level) in found]
+        return bool(lines) and not source.comes_before(key, min(lines))
 
     def of_file(self) -> FileFlows:
         """Of the file that reads."""
@@ -228,7 +236,7 @@ class _Reached:
 
     def holds(self) -> bool:
         """Whether as much is taken of something else as a list holds, whose length is reached, or as a mask selects."""
-        reached = {key for _, key, _ in self._found}
+        reached = {key for found in (self._found, self._partly) for _, key, _ in found}
         return any(
             test.decides == "selected"
             and test.but.isdisjoint(reached)

@@ -96,7 +96,7 @@ def entry_of(node: ast.Subscript) -> tuple[str, str] | None:
     if not name or not isinstance(key, ast.Constant) or type(key.value) is not str:
         return None
     # (What else stands in a key has a meaning there.)
-    return name, key.value.translate(str.maketrans(".()[]#?", "_______"))
+    return name, key.value.translate(str.maketrans(".()[]#?@^", "_________"))
 
 
 def calls(node: ast.AST) -> Iterator[ast.Call]:

@@ -45,7 +45,8 @@ from gpumem_magic.looks.wording import Own, Wording
 # arguments (``best(0``, ``best(limit``, and ``best(limit,of|0`` in a call with such keywords), which have no scope;
 # ``::best()`` is that of a function which is no method, as in ``torch.load()``. ``seen[]`` is what is in ``seen``,
 # ``seen[=best]`` what is there under that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it
-# selects as a mask, ``seen!`` whether it is None, which a tensor's value alone does not make it.
+# selects as a mask, ``seen!`` whether it is None, which a tensor's value alone does not make it. ``seen[]@1`` is what is at
+# place 1 of the tuples in ``seen``, ``seen[]^`` what is in it and was not put there as a tuple's part.
 Key = tuple[int, str]
 Place = tuple[int, int]  # a line, and a column in bytes, as Python counts them
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -83,7 +84,7 @@ _NEVER_NONE = frozenset((
 ))  # fmt: skip
 # Attributes of a tensor that hold its values, and what asks for its shape, its type or its place, whatever the values are.
 _ITSELF = frozenset(("data", "T"))
-_OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype"))
+_OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype", "_cdata", "_version", "requires_grad", "is_leaf", "grad_fn"))
 _ASKING_SHAPE = frozenset((
     "size", "dim", "numel", "nelement", "len", "isinstance", "stride", "storage_offset", "element_size", "data_ptr",
     "is_contiguous", "is_floating_point", "is_complex", "get_device",
@@ -185,6 +186,17 @@ def as_declared(key: Key) -> tuple[Key, frozenset[str]]:
 def length(key: Key) -> Key:
     """The key of how much it holds."""
     return key[0], f"{key[1].removesuffix('[]')}#"
+
+
+def tuple_of(key: Key) -> Key | None:
+    """Of what is at a place of a tuple, the tuple's own key."""
+    before, place, _ = key[1].rpartition("@")
+    return (key[0], before) if place else None
+
+
+def no_tuple(key: Key) -> Key:
+    """Under which it is asked for where a tuple's places have keys of their own."""
+    return key[0], f"{key[1]}^"
 
 
 def of_file(file: str) -> FileFlows:
@@ -310,7 +322,7 @@ class _FlowReader:
         if isinstance(node, _ASSIGNMENTS):
             if node.value is not None:
                 names = tuple(self._targets(node))
-                if not self._handed_through(node, node.value, names):
+                if not (self._place_by_place(node) or self._handed_through(node, node.value, names)):
                     self._flow(node.value, names)
                     self._may_be_none(node.value, names)
                 for one in selections(node.value):
@@ -429,6 +441,8 @@ class _FlowReader:
             for argument in call.args:
                 names = (*inside(call.func.value), *anywhere_in(call.func.value))
                 self._flow(argument, tuple(map(self._key, names)))
+        if isinstance(call.func, ast.Attribute) and name == "copy_" and call.args:
+            self._flow(call.args[0], tuple(map(self._key, targets(call.func.value))))
         for key in keys_given(call, self._keyed):
             self._holds(key, call.func.value)  # type: ignore[attr-defined]
         if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
@@ -460,6 +474,37 @@ class _FlowReader:
         names = tuple(map(self._key, targets(into)))
         self._flow(source, (*names, *map(length, names)), "count")
 
+    def _place_by_place(self, node: ast.stmt | ast.NamedExpr) -> bool:
+        """``seen[key] = (tensor, True)``, ``tensor, known = seen[key]``, and ``a, b = b, a``: each place has what is there."""
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            return False
+        parts, names = _parts(node.value), _parts(node.targets[0])
+        if parts and names:
+            if len(parts) != len(names):
+                return False
+            for part, name in zip(parts, names, strict=True):
+                keys = tuple(map(self._key, targets(name)))
+                self._flow(part, keys)
+                self._may_be_none(part, keys)
+            return True
+        # (A list may be put in another order.)
+        if parts and isinstance(node.value, ast.Tuple) and _deep(node.targets[0]) <= 1:
+            keys = tuple(map(self._key, targets(node.targets[0])))
+            for place, part in enumerate(parts):
+                self._flow(part, tuple((at, f"{name}@{place}") for at, name in keys))
+            return True
+        if not names or _deep(node.value) > 1:
+            return False
+        uses = self._uses(node.value)
+        whole = self._key(dotted(node.value))
+        held = {key for key in uses.keys if (key[1].endswith("]") if _deep(node.value) else key == whole)}
+        for place, name in enumerate(names):
+            keys = tuple(map(self._key, targets(name)))
+            own = {(at, f"{one}{mark}") for at, one in held for mark in ("^", f"@{place}")}
+            self._flows.append(Flow(uses._replace(keys=uses.keys - held | own), keys, "value"))
+            self._may_be_none(node.value, keys)
+        return True
+
     def _handed_through(self, node: ast.stmt | ast.NamedExpr, value: ast.expr, names: tuple[Key, ...]) -> bool:
         """``control = handler.on_log(control, logs)``: the logs may be in it, `Through` what has this name."""
         if not (isinstance(node, ast.Assign) and isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute)):
@@ -479,7 +524,7 @@ class _FlowReader:
     def _told(self, call: ast.Call) -> None:
         """An object whose method is called, or a function, is told of the arguments."""
         told = dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
-        if told not in ("", "self") and called(call) not in QUIET:
+        if told not in ("", "self") and called(call) not in QUIET and called(call) != "copy_":
             for argument in arguments(call):
                 self._flow(argument, (self._key(told),), "told")
 
@@ -538,7 +583,8 @@ class _FlowReader:
         """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
         if isinstance(node, ast.Call):
             name = called(node)
-            about = "length" if name in _ASKING_SHAPE else ""
+            # (A dictionary's keys are not what is in it.)
+            about = "length" if name in _ASKING_SHAPE else "truth" if name == "keys" and not arguments(node) else ""
             yield from _asked((0, f"{self._name_called(node)}()"), asked)
             if isinstance(node.func, ast.Attribute):
                 yield from self._keys(node.func.value, about or asked)
@@ -574,6 +620,8 @@ class _FlowReader:
                 parts.pop()
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
+        elif isinstance(node, ast.Attribute) and node.attr in _OF_SHAPE:
+            yield from self._keys(node.value, "length")
         else:
             asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             for child in ast.iter_child_nodes(node):
@@ -582,6 +630,18 @@ class _FlowReader:
     def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             yield from map(self._key, targets(target))
+
+
+def _parts(node: ast.expr) -> Sequence[ast.expr]:
+    """What a tuple that is written out has at its places; nothing where a star leaves open how many there are."""
+    if not isinstance(node, (ast.Tuple, ast.List)) or any(isinstance(one, ast.Starred) for one in node.elts):
+        return ()
+    return node.elts
+
+
+def _deep(node: ast.expr) -> int:
+    """0 of a name, 1 of what is in something that has one, more of anything else."""
+    return 0 if dotted(node) else 1 if isinstance(node, ast.Subscript) and dotted(node.value) else 2
 
 
 def _mask(key: Key) -> Key:
