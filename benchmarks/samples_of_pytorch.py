@@ -1,25 +1,30 @@
-"""The samples of PyTorch's own tests (OpInfo), on the host and on a virtual GPU: does each operator give the same?
+"""The samples of PyTorch's own tests (OpInfo, ModuleInfo, OptimizerInfo): does the virtual GPU give what the host gives?
 
-    python benchmarks/samples_of_pytorch.py [--card A100] [--values real] [--ways calls inference transforms] [--only TEXT ...]
+    python benchmarks/samples_of_pytorch.py [--card A100] [--values real] [--types bfloat16 ...] [--only TEXT ...]
+        [--ways calls inference transforms layers optimizers]
 
 Every operator of PyTorch's list runs on its samples in seven types, from the same seeds. *calls* are the call, its gradient and
 the call in place; *inference* the call in inference mode; *transforms* tangents, `vmap`, gradients for each sample and second
-derivatives (float64). Compared are numbers (with --values real), shapes, types, whether a gradient is wanted, and the class of an
-error. What differs is printed, and the last line counts. Some of it always will: memory that nobody wrote, what CUDA refuses or
-gives in another size, samples that name the host as their device. PyTorch's tests need `expecttest`.
+derivatives (float64). *layers* are PyTorch's modules, in training and not: moved, called, their gradients, what they keep, and in
+inference mode. *optimizers* make four steps in each of their ways, with each option. Compared are numbers (with --values
+real), shapes, types, whether a gradient is wanted, and the class of an error. What differs is printed, and the last line counts.
+Some of it always will: memory that nobody wrote, what CUDA refuses or gives in another size, samples that name the host as their
+device. PyTorch's tests need `expecttest`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import itertools
 import random
 import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,8 +43,13 @@ _TYPES = (torch.float32, torch.float64, torch.int64, torch.bool, torch.complex64
 # Of float32, and of each other type.
 _MANY, _FEW = 25, 8
 _SECONDS = 60
-# Where kernels add up in another order.
-_CLOSE = {torch.float32: (1e-4, 1e-5), torch.complex64: (1e-4, 1e-5)}
+# Where kernels add up in another order, or round more often.
+_CLOSE = {
+    torch.float32: (1e-4, 1e-5),
+    torch.complex64: (1e-4, 1e-5),
+    torch.float16: (1e-2, 1e-2),
+    torch.bfloat16: (5e-2, 5e-2),
+}
 _Way = tuple[str, Callable[[], Any]]
 
 
@@ -47,20 +57,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--card", default="A100")
     parser.add_argument("--values", default="real", choices=("real", "auto", "stand-in"))
-    parser.add_argument("--ways", nargs="+", default=["calls"], choices=("calls", "inference", "transforms"))
-    parser.add_argument("--only", nargs="+", metavar="TEXT", help="operators with a TEXT in their name")
+    parser.add_argument("--ways", nargs="+", default=["calls"], choices=sorted(_ALL))
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="of torch, like bfloat16; transforms have their own")
+    parser.add_argument("--only", nargs="+", metavar="TEXT", help="those with a TEXT in their name")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGALRM, _ring)
-    operators = samples.database("operators")
+    types = [getattr(torch, name) for name in given.types or ()] or _TYPES
     gpu.turn_on(f"{given.card},values={given.values}")
     began, calls, others = time.monotonic(), 0, 0
-    for name, operator in operators.items():
-        if given.only and not any(text in name for text in given.only):
-            continue
-        for kind in given.ways:
-            for what, difference in _compared(operator, kind, given.values == "real"):
+    for kind in given.ways:
+        of, compared = _ALL[kind]
+        for name, entry in samples.database(of).items():
+            if given.only and not any(text in name for text in given.only):
+                continue
+            for what, difference in compared(entry, kind, types, given.values == "real"):
                 calls += 1
                 if difference:
                     others += 1
@@ -72,9 +84,9 @@ def _ring(number: int, frame: FrameType | None) -> None:
     raise TimeoutError
 
 
-def _compared(operator: Any, kind: str, by_number: bool) -> Iterator[tuple[str, str]]:
+def _compared(operator: Any, kind: str, types: Iterable[torch.dtype], by_number: bool) -> Iterator[tuple[str, str]]:
     """What was run of an operator, and how the device's result differs from the host's; nothing where it does not."""
-    for dtype in (torch.float64,) if kind == "transforms" else _TYPES:
+    for dtype in (torch.float64,) if kind == "transforms" else types:
         if not {dtype} <= set(operator.supported_dtypes("cuda")) & set(operator.supported_dtypes("cpu")):
             continue
         tracked = kind == "calls" and operator.supports_autograd and dtype in operator.supported_backward_dtypes("cuda")
@@ -134,11 +146,7 @@ def _calls(operator: Any, values: Any, tracked: bool) -> Iterator[_Way]:
         return result[0]
 
     def backward() -> Any:
-        outs = [one for one in _tensors(result) if one.requires_grad]
-        leaves = [one for one in _tensors(values) if one.requires_grad and one.is_leaf]
-        if not outs or not leaves:
-            return None
-        return torch.autograd.grad(outs, leaves, [torch.ones_like(one) * 0.5 for one in outs], allow_unused=True)
+        return _derived(result, _tensors(values))
 
     yield "call", forward
     if tracked:
@@ -146,6 +154,14 @@ def _calls(operator: Any, values: Any, tracked: bool) -> Iterator[_Way]:
     if operator.inplace_variant:
         copies = _pytree.tree_map(lambda one: one.detach().clone() if isinstance(one, torch.Tensor) else one, values)
         yield "in place", lambda: operator.inplace_variant(copies[0], *copies[1], **copies[2])
+
+
+def _derived(result: Any, given: list[torch.Tensor]) -> Any:
+    outs = [one for one in _tensors(result) if one.requires_grad]
+    leaves = [one for one in given if one.requires_grad and one.is_leaf]
+    if not outs or not leaves:
+        return None
+    return torch.autograd.grad(outs, leaves, [torch.ones_like(one) * 0.5 for one in outs], allow_unused=True)
 
 
 def _inference(operator: Any, values: Any, tracked: bool) -> Iterator[_Way]:
@@ -223,6 +239,96 @@ def _of_one(mine: Any, its: Any, by_number: bool) -> str:
         except AssertionError as error:
             return " ".join(str(error).split())[:200]
     return ""
+
+
+def _layers(module: Any, kind: str, types: Iterable[torch.dtype], by_number: bool) -> Iterator[tuple[str, str]]:
+    for dtype, training in itertools.product(types, (True, False)):
+        if not dtype.is_floating_point:
+            continue
+        torch.manual_seed(0)
+        random.seed(0)
+        drawn: list[Any] = []
+        with contextlib.suppress(Exception):
+            given = module.module_inputs_func(module, device="cpu", dtype=dtype, requires_grad=True, training=training)
+            drawn.extend(itertools.islice(given, _MANY))
+        for number, sample in enumerate(drawn):
+            if sample.forward_input is None:
+                continue
+            made = sample.constructor_input
+            try:
+                on_host = module.module_cls(*made.args, **made.kwargs).to(dtype).train(training)
+            except RuntimeError:
+                continue
+            on_card = copy.deepcopy(on_host).to("cuda")
+            values = (sample.forward_input.args, sample.forward_input.kwargs)
+            both = [_of_layer(on_host, _moved(values, "cpu")), _of_layer(on_card, _moved(values, "cuda"))]
+            for (way, its_call), (_, our_call) in zip(*both, strict=True):
+                its, ours = _run(its_call), _run(our_call)
+                if not isinstance(its, TimeoutError):
+                    word = f"{str(dtype).removeprefix('torch.')} {'training' if training else 'evaluation'} {number}"
+                    yield f"{way} {word}", _difference(its, ours, by_number)
+                if isinstance(its, Exception) or isinstance(ours, Exception):
+                    break
+
+
+def _of_layer(layer: torch.nn.Module, values: Any) -> Iterator[_Way]:
+    result: list[Any] = []
+
+    def forward() -> Any:
+        result[:] = [layer(*values[0], **values[1])]
+        return result[0]
+
+    def inference() -> Any:
+        with torch.inference_mode():
+            return layer(*values[0], **values[1])
+
+    yield "call", forward
+    yield "gradient", lambda: _derived(result, [*layer.parameters(), *_tensors(values)])
+    yield "state", lambda: list(layer.state_dict().values())
+    yield "inference", inference
+
+
+_SIZES = ((10, 10), (10,), (3, 7), (1,))
+_STEPS = 4
+
+
+def _optimizers(optimizer: Any, kind: str, types: Iterable[torch.dtype], by_number: bool) -> Iterator[tuple[str, str]]:
+    kinds = {"foreach", "fused"}.intersection(optimizer.supported_impls)
+    # (Options that only a device has, as `capturable`, do not change what comes out.)
+    for number, sample in enumerate(optimizer.optim_inputs_func("cuda")):
+        for dtype, way in itertools.product(types, ("", *sorted(kinds))):
+            if not (dtype.is_floating_point or dtype.is_complex):
+                continue
+            options = {**sample.kwargs, **dict.fromkeys(kinds, False), **({way: True} if way else {})}
+            its, ours = (_run(partial(_stepped, optimizer, options, dtype, device)) for device in ("cpu", "cuda"))
+            word = f"{way or 'loop'} {str(dtype).removeprefix('torch.')} {number}"
+            yield word, _difference(its, ours, by_number)
+
+
+def _stepped(optimizer: Any, options: dict[str, Any], dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """The parameters after steps with gradients that are drawn on the host."""
+    parameters = [torch.nn.Parameter(torch.randn(*size, dtype=dtype).to(device)) for size in _SIZES]
+    own = _moved(options, device)
+    if device == "cpu" and own.pop("capturable", False):
+        own = _pytree.tree_map(lambda value: value.item() if isinstance(value, torch.Tensor) else value, own)
+    steps = optimizer.optim_cls(parameters, **own)
+
+    def loss() -> torch.Tensor:
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, dtype=dtype).to(device)
+        return torch.ones((), device=device)
+
+    for _ in range(_STEPS):
+        loss()
+        steps.step(*[loss][: optimizer.step_requires_closure])
+    return [parameter.detach() for parameter in parameters]
+
+
+_ALL: dict[str, tuple[str, Callable[..., Iterator[tuple[str, str]]]]] = {
+    **dict.fromkeys(_WAYS, ("operators", _compared)),
+    "layers": ("modules", _layers),
+    "optimizers": ("optimizers", _optimizers),
+}
 
 
 if __name__ == "__main__":

@@ -113,6 +113,15 @@ def test_a_batch_norm_of_nothing_leaves_its_statistics() -> None:
     layer(x).sum().backward()
     assert layer.weight.grad is not None
     assert layer.running_var.tolist() == [1.0] * 3
+    assert F.batch_norm(
+        torch.ones(0, device="cuda"), torch.zeros(3, device="cuda"), torch.ones(3, device="cuda")
+    ).shape == (0,)
+
+
+def test_a_margin_loss_of_one_sample_is_a_number() -> None:
+    x, labels = torch.ones(4, device="cuda"), torch.zeros(4, dtype=torch.long, device="cuda")
+    shapes = {F.multilabel_margin_loss(x, labels, reduction=kind).shape for kind in ("none", "mean", "sum")}
+    assert shapes == {torch.Size([])}
 
 
 def test_indices_and_offsets_of_bags_become_of_one_type() -> None:

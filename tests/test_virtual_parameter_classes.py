@@ -146,3 +146,53 @@ def test_a_lazy_module_is_where_it_was_put_before_it_has_a_size() -> None:
     back = torch.nn.LazyLinear(3, device="cuda").cpu()
     assert (back.weight.device.type, back.weight.is_cuda) == ("cpu", False)
     assert back(torch.ones(1, 2)).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "moves",
+    [
+        lambda layer: layer.to(torch.float16),
+        lambda layer: layer.to(torch.float16).cuda(),
+        lambda layer: layer.cuda().to(torch.float16),
+        lambda layer: layer.to("cuda", torch.float16),
+        lambda layer: layer.cuda().half().cpu(),
+    ],
+)
+def test_a_lazy_module_has_the_type_that_it_was_given(moves: Any) -> None:
+    layer = moves(torch.nn.LazyLinear(3))
+    assert (layer.weight.dtype, layer.bias.dtype) == (torch.float16, torch.float16)
+    layer(torch.ones(2, 4, device=layer.weight.device, dtype=torch.float16))
+    assert (layer.weight.dtype, tuple(layer.weight.shape)) == (torch.float16, (3, 4))
+
+
+class Listed(torch.Tensor):
+    """Keeps its class after what it lists."""
+
+    listed: Any = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs or {})
+        return found.as_subclass(cls) if func in cls.listed else found
+
+
+@pytest.mark.parametrize("kind", [set, list, dict.fromkeys])
+@pytest.mark.parametrize("when", ["before", "earlier", "now"])
+def test_a_class_that_lists_functions_knows_them(kind: Any, when: str) -> None:
+    to = torch.Tensor.to
+    if when != "now":
+        gpu.turn_off()
+        to = torch.Tensor.to if when == "before" else to
+    Listed.listed = kind([torch.Tensor.clone, to])
+    said = vars(Listed)["__torch_function__"]
+    gpu.turn_off()
+    gpu.turn_on("T4")
+    if when == "now":
+        Listed.listed = kind([torch.Tensor.clone, torch.Tensor.to])
+    made = torch.ones(3).as_subclass(Listed).to("cuda")
+    assert (type(made).__name__, made.device.type) == ("Listed", "cuda")
+    assert isinstance(made.to(torch.float64), Listed)
+    assert not isinstance(made + 1, Listed)
+    gpu.turn_off()
+    assert vars(Listed)["__torch_function__"].__func__.__code__ is said.__func__.__code__ or when == "now"

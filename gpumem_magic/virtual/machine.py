@@ -28,6 +28,7 @@ import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
 import gpumem_magic.virtual.operators.matrix_exponential
 import gpumem_magic.virtual.operators.norms
+import gpumem_magic.virtual.operators.products_of_types
 import gpumem_magic.virtual.operators.reductions
 import gpumem_magic.virtual.operators.scattering
 import gpumem_magic.virtual.operators.semi_structured
@@ -81,6 +82,7 @@ from gpumem_magic.virtual.torch_face import (
     collector,
     communication,
     graphs,
+    known_functions,
     legacy,
     parameters,
     profiling,
@@ -412,6 +414,7 @@ class VirtualMachine:
             # The way to a snapshot at the moment when memory runs out.
             self._patches.set(torch._C, "_cuda_attach_out_of_memory_observer", self.face.memory.attach_observer)
             attempt(self._captured.install)
+            attempt(known_functions.install)
             self._patches.also_undo(self.smi.remove)
             self.smi.install()
             self._patches.also_undo(self.nvml.remove)

@@ -188,7 +188,7 @@ def batch_norm(
 
 def _batch_norm_of_nothing(input: Any, weight: Any, bias: Any) -> torch.Tensor:
     """No kernel runs, and statistics stay as they are (`_batch_norm_impl_index` in ``Normalization.cpp``)."""
-    kept = [input.new_empty(input.shape[1], dtype=accumulator(input.dtype)) for _ in range(2)]
+    kept = [input.new_empty(input.shape[1:2] or (0,), dtype=accumulator(input.dtype)) for _ in range(2)]
     out: torch.Tensor = input.clone()
     if weight is not None:
         out = out * weight[0]

@@ -227,10 +227,16 @@ def _reduced_by_index(engine: Engine, func: Any, args: Any, kwargs: Any, out: An
     return ()
 
 
+# As `torch.nn.functional` numbers its reductions.
+_MEAN = 1
+
+
 @special(_aten.multilabel_margin_loss_forward.default)
 def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Which are targets, each sample's share, and then the result (``MultiLabelMarginCriterion.cu``)."""
-    out = engine.fake_call(func, args, kwargs)
+    # (Of one sample a number comes back, also where nothing is summed up.)
+    reduction = args[2] if args[0].dim() > 1 else _MEAN
+    out = engine.fake_call(func, (*args[:2], reduction), kwargs)
     is_summed = args[0].dim() == 2 and not out[0].dim()
     with engine.scratch(device, *copies_of(*args[:2])):
         engine.settle(out[1])

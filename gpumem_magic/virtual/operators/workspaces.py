@@ -34,12 +34,12 @@ from gpumem_magic.virtual.engine.modes import STATE, origin
 
 # Products that go to cuBLASLt: always, and with a bias that the library adds.
 _LT = {*overloads("_scaled_mm _scaled_mm.out")}
-_WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out")}
+_WITH_BIAS = {*overloads("addmm _addmm_activation addmm.out _addmm_activation.out addmm.dtype addmm.dtype_out")}
 _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # (Those of integers go to cuBLASLt without one of its own: `int8_gemm` in ``CUDABlas.cpp``, and an H100 with 2.11.)
 _OTHERS = {
     *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out"),
-    *overloads("addmm_ baddbmm_ addmv_"),
+    *overloads("addmm_ baddbmm_ addmv_ mm.dtype mm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out"),
 }
 # Products of matrices, which go to cuBLASLt where a program prefers it (`gemm` and `bgemm` in ``CUDABlas.cpp``).
 _OF_MATRICES = {*_WITH_BIAS, *overloads("mm bmm baddbmm mm.out bmm.out baddbmm.out addmm_ baddbmm_")}

@@ -21,6 +21,7 @@ from gpumem_magic.virtual.torch_face.wrappers import joined
 
 _LAZY: Any = (UninitializedParameter, UninitializedBuffer)
 # Under this name a parameter without a size keeps the device and the type that it is to have.
+_DTYPE: Any = torch.Tensor.dtype
 _LATER = "_gpumem_later"
 
 (_SET,) = overloads("set_.source_Storage_storage_offset")
@@ -128,6 +129,7 @@ def install(patches: Patches) -> None:
         patches.set(kind, "materialize", _materialized(kind.materialize))
         patches.set(kind, "device", property(_device_later))
         patches.set(kind, "is_cuda", property(lambda self: _device_later(self).type == "cuda"))
+        patches.set(kind, "dtype", property(_dtype_later))
     copied: Any = UninitializedParameter.__deepcopy__
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
@@ -149,7 +151,7 @@ def _but_lazily(fn: _Convert) -> _Convert:
         later = tensor.__dict__.get(_LATER)
         applied: torch.Tensor = fn(tensor if later is None else torch.empty(0, device=later[0], dtype=later[1]))
         if later is not None and not isinstance(applied, VirtualTensor):
-            applied = fn(tensor)
+            applied = fn(tensor.to(later[1]))
         if not isinstance(applied, VirtualTensor):
             tensor.__dict__.pop(_LATER, None)
             return applied
@@ -184,6 +186,15 @@ def _device_later(tensor: torch.Tensor) -> torch.device:
     later = tensor.__dict__.get(_LATER)
     place: torch.device = device_of(tensor) if later is None else later[0]
     return place
+
+
+def _dtype_later(tensor: torch.Tensor) -> torch.dtype:
+    """The type that it is to have."""
+    later = tensor.__dict__.get(_LATER)
+    # (Its own property would be asked for its class's, which is this one.)
+    with torch._C.DisableTorchFunctionSubclass():
+        kind: torch.dtype = _DTYPE.__get__(tensor) if later is None else later[1]
+    return kind
 
 
 def _materialized(original: Callable[..., None]) -> Callable[..., None]:
