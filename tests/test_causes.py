@@ -806,6 +806,54 @@ LATER = (
     "for _ in range(4):\n    step(model)\n    if other is None:\n        other = copy.deepcopy(model)\n"
     "    with torch.no_grad():\n        "
 )
+GUILTY += [
+    Case(
+        "unused_models",
+        (
+            "old = net(2048)\nmodel = net()\nx = torch.zeros(64, 512, device='cuda')",
+            "with torch.no_grad():\n    y = model(x)",
+        ),
+        "`old.cpu()` frees",
+    ),
+    # https://github.com/foundation-model-stack/fms-fsdp/pull/152
+    Case(
+        "unread_results",
+        (
+            "head, x = nn.Linear(512, 16384).cuda(), torch.zeros(2048, 512, device='cuda')",
+            "for _ in range(3):\n    big = head(x)\n    loss = big.mean()\n    loss.backward()",
+        ),
+        "`del big` before",
+    ),
+    Case(
+        "zeroed_gradients",
+        (
+            f"{TRAIN}model = net(2048)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+            "x = torch.zeros(64, 2048, device='cuda')",
+            LOOP.replace("zero_grad()", "zero_grad(set_to_none=False)"),
+        ),
+        "fills gradients with zeros",
+    ),
+    Case(
+        "retained_gradients",
+        (
+            "layers = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(6)).cuda()\n"
+            "x = torch.zeros(8192, 512, device='cuda')",
+            "acts, h = [], x\nfor layer in layers:\n    h = layer(h)\n    h.retain_grad()\n    acts.append(h)\n"
+            "h.sum().backward()",
+        ),
+        "`h.retain_grad()` (line 5)",
+    ),
+    Case(
+        "asked_for",
+        (
+            "def run(x, output_states=False):\n    kept = [x.add(n) for n in range(6)]\n"
+            "    return {'last': kept[-1] * 2, 'states': kept if output_states else None}\nx = mib(16)",
+            "out = run(x, output_states=True)\ny = out['last'].sum()",
+        ),
+        "the states of every layer kept in `out['states']`",
+    ),
+]
+
 INNOCENT = [
     Case("", (SAVED, "model.load_state_dict(torch.load(file, map_location='cpu'))")),
     Case("", (SAVED, IN_FUNCTION.format(where="cpu"))),
@@ -1613,7 +1661,7 @@ GUILTY += [
             "averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))\n"
             "for _ in range(4):\n    step(model)\n    averaged.update_parameters(model)",
         ),
-        "It follows the weights. On the host (`.cpu()`) it would take nothing here",
+        'With `AveragedModel(model, device="cpu")` it takes nothing here',
     ),
     Case(
         "second_copy",

@@ -205,3 +205,257 @@ def test_what_grows_without_a_statement_that_adds_it_is_placed_where_it_was_made
         report = book.measured("for i in range(6):\n    made(i, 1)")
         (cause,) = [one for one in report.causes if one.name == "growth"]
         assert "held by `made`," in cause.text
+
+
+LOGITS = """
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb, self.head = nn.Embedding(20000, 64), nn.Linear(64, 20000, bias=False)
+    def forward(self, ids):
+        return self.head(self.emb(ids))
+model = Words().cuda()
+opt = torch.optim.SGD(model.parameters(), lr=0.1)
+ids = torch.randint(0, 20000, (4096,), device="cuda")
+"""
+STEP = """
+for _ in range(3):
+    logits = model(ids){more}
+    loss = F.cross_entropy(logits, ids)
+    {let_go}loss.backward()
+    opt.step()
+    opt.zero_grad(){after}
+"""
+
+
+def peak_with(book: Notebook, cell: str) -> float:
+    """The peak of a cell as its row has it, in MiB."""
+    return book.measured(cell).peak.allocated / 2**20
+
+
+def promised(cause: Cause) -> float:
+    found = re.search(r"the peak would be (?:about )?([\d,.]+) MiB", cause.remedy)
+    assert found is not None, cause.remedy
+    return float(found[1].replace(",", ""))
+
+
+def test_what_nothing_reads_any_more_is_told_with_the_peak_that_comes_of_it() -> None:
+    with notebook("T4") as book:
+        book.cell(f"import torch.nn.functional as F{LOGITS}")
+        report = book.measured(STEP.format(more="", let_go="", after=""))
+        (cause,) = [one for one in report.causes if one.name == "wide_loss"]
+        assert "`del logits` before `loss.backward()` (line 6)" in cause.remedy
+        assert "unread_results" not in names(report)
+        peak = peak_with(book, STEP.format(more="", let_go="del logits; ", after=""))
+        assert abs(peak - promised(cause)) < 1
+        assert report.peak.allocated / 2**20 - peak > 300
+
+
+@pytest.mark.parametrize(
+    ("more", "after"),
+    [
+        # read behind the step; by the next turn, before it has another; saved by the graph; read by a function
+        ("", "\n    top = logits[:, 0].sum()"),
+        ("\n    seen = old.sum() if _ else 0\n    old = logits", ""),
+        (".exp()", ""),
+        ("\n    shown = lambda: logits", ""),
+    ],
+)
+def test_what_is_read_or_saved_is_not_to_be_let_go_of(more: str, after: str) -> None:
+    with notebook("T4") as book:
+        book.cell(f"import torch.nn.functional as F{LOGITS}")
+        report = book.measured(STEP.format(more=more, let_go="", after=after))
+        assert not [one for one in report.causes if "del logits" in one.remedy], more or after
+
+
+def test_models_from_before_that_a_cell_does_not_use_are_told_and_come_back() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "encoder = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(8)]).cuda()\nmodel = nn.Linear(512, 512).cuda()\n"
+            "x = torch.zeros(64, 512, device='cuda')\ndef through(x):\n    return encoder(x)"
+        )
+        cell = "with torch.no_grad():\n    y = model(x)"
+        (cause,) = [one for one in book.measured(cell).causes if one.name == "unused_models"]
+        assert cause.text.startswith("This cell does not use `encoder` (128 MiB)")
+        assert cause.remedy == "`encoder.cpu()` frees 128 MiB, and `encoder.cuda()` brings the weights back."
+        # A function of the user's that it names leads there.
+        assert "unused_models" not in names(book.measured(f"{cell}\nuses = through"))
+        before = book.allocated()
+        book.cell("encoder.cpu()")
+        assert before - book.allocated() == 128 << 20 | (8 * 2048 * 4)
+
+
+def test_an_optimizer_and_its_model_from_before_go_together() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "old = nn.Linear(2048, 2048).cuda()\nopt = torch.optim.Adam(old.parameters())\n"
+            "old(torch.zeros(8, 2048, device='cuda')).sum().backward()\nopt.step(); opt.zero_grad()\n"
+            "best = nn.Linear(2048, 2048).cuda()\nx = torch.zeros(64, 2048, device='cuda')"
+        )
+        (cause,) = [one for one in book.measured("y = best(x)").causes if one.name == "unused_models"]
+        assert cause.text.startswith("This cell uses neither `opt` (32.0 MiB) nor `old` (16.0 MiB)"), cause.text
+        before = book.allocated()
+        book.cell("del opt; old.cpu()")
+        freed = re.search(r"frees ([\d.]+) MiB", cause.remedy)
+        assert freed is not None
+        assert abs((before - book.allocated()) / 2**20 - float(freed[1])) < 0.2
+
+
+ZEROED = """
+for _ in range(3):
+    model(x).pow(2).mean().backward()
+    opt.step()
+    {clear}
+"""
+
+
+@pytest.mark.parametrize(
+    "clear", ["opt.zero_grad(set_to_none=False)", "for p in model.parameters(): p.grad.data.zero_()"]
+)
+def test_gradients_filled_with_zeros_are_there_in_the_next_forward(clear: str) -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "model = net(2048, 8)\nopt = torch.optim.Adam(model.parameters())\nx = torch.zeros(4096, 2048, device='cuda')"
+        )
+        (cause,) = [one for one in book.measured(ZEROED.format(clear=clear)).causes if one.name == "zeroed_gradients"]
+        book.cell("opt.zero_grad()")
+        after = book.measured(ZEROED.format(clear="opt.zero_grad()"))
+        assert "zeroed_gradients" not in names(after)
+        peak = after.peak.allocated / 2**20
+        assert abs(peak - promised(cause)) < 0.03 * peak
+
+
+def test_the_gradients_of_activations_go_where_a_hook_looks_at_them() -> None:
+    loop = "h, {name} = x, []\nfor layer in model:\n    h = layer(h)\n    {keep}\nh.pow(2).mean().backward()"
+    with notebook("T4") as book:
+        book.cell(
+            "model = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(8)]).cuda()\n"
+            "x = torch.zeros(16384, 1024, device='cuda')"
+        )
+        report = book.measured(loop.format(name="acts", keep="h.retain_grad(); acts.append(h)"))
+        (cause,) = [one for one in report.causes if one.name == "retained_gradients"]
+        assert "`h.register_hook(lambda g: norms.append(g.norm()))`" in cause.remedy
+        book.cell("del acts, h; model.zero_grad()")
+        peak = peak_with(book, loop.format(name="norms", keep="h.register_hook(lambda g: norms.append(g.norm()))"))
+        assert abs(peak - promised(cause)) < 0.05 * peak
+
+
+def test_what_a_call_was_asked_to_give_of_every_layer_goes_by_its_keyword() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "class Encoder(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8))\n"
+            "    def forward(self, x, output_hidden_states=False):\n        states = []\n        for layer in self.layers:\n"
+            "            x = layer(x)\n            states += [x] if output_hidden_states else []\n"
+            "        return {'last': x, 'hidden_states': tuple(states)}\n"
+            "model = Encoder().cuda()\nx = torch.zeros(16384, 512, device='cuda')"
+        )
+        cell = "with torch.no_grad():\n    out = model(x{more})\n    y = out['last'].mean()"
+        (cause,) = [
+            one
+            for one in book.measured(cell.format(more=", output_hidden_states=True")).causes
+            if one.name == "asked_for"
+        ]
+        assert "(line 3) has the hidden states of every layer kept in `out['hidden_states']`" in cause.text
+        assert "asked_for" not in names(book.measured(cell.format(more="")))
+
+
+@pytest.mark.parametrize(
+    ("switch", "words"),
+    [
+        ("torch.no_grad()\nkept = []", "`torch.no_grad()` by itself (line 2) switches nothing off"),
+        ("kept = []\ntorch.set_grad_enabled(True)", ""),
+    ],
+)
+def test_a_context_that_is_only_called_is_told(switch: str, words: str) -> None:
+    with notebook("T4") as book:
+        book.cell("model = net(1024).eval()\nx = torch.zeros(4096, 1024, device='cuda')")
+        report = book.measured(f"{switch}\nfor _ in range(5):\n    kept.append(model(x))")
+        (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
+        assert words in cause.remedy
+        assert bool(words) == ("by itself" in cause.remedy)
+
+
+def test_no_grad_is_each_threads_own() -> None:
+    cell = (
+        "from concurrent.futures import ThreadPoolExecutor\nwith torch.no_grad(), ThreadPoolExecutor(2) as pool:\n"
+        "    outs = list(pool.map({run}, [x] * 5))"
+    )
+    with notebook("T4") as book:
+        book.cell("model = net(1024).eval()\nx = torch.zeros(4096, 1024, device='cuda')")
+        (cause,) = [one for one in book.measured(cell.format(run="model")).causes if one.name == "missing_no_grad"]
+        assert "(line 3) holds for its own thread" in cause.remedy
+        assert "missing_no_grad" not in names(book.measured(cell.format(run="torch.no_grad()(lambda x: model(x))")))
+
+
+def test_of_two_states_the_one_that_is_not_detached_carries_the_graph() -> None:
+    cell = (
+        "for _ in range(6):\n    h{also} = h.detach(){its}\n    h, c = cell(x, (h, c))\n"
+        "    h.mean().backward(retain_graph=True)"
+    )
+    with notebook("T4") as book:
+        book.cell("cell = nn.LSTMCell(512, 512).cuda()\nx = torch.zeros(8192, 512, device='cuda')\nh = c = x.clone()")
+        (cause,) = [one for one in book.measured(cell.format(also="", its="")).causes if one.name == "kept_graphs"]
+        assert "`c = c.detach()` after each iteration" in cause.remedy
+        assert "kept_graphs" not in names(book.measured(cell.format(also=", c", its=", c.detach()")))
+
+
+def test_the_best_of_several_is_chosen_without_graphs() -> None:
+    with notebook("T4") as book:
+        book.cell("model = net(1024)\nx = torch.zeros(16384, 1024, device='cuda')\nbest = None")
+        report = book.measured(
+            "for turn in range(4):\n    loss = model(x).mean()\n    if turn == 1:\n        best = loss\nbest.backward()"
+        )
+        (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
+        assert cause.remedy.startswith("Choose inside `with torch.no_grad():`")
+
+
+def test_a_sum_over_all_pairs_products_is_a_product_of_matrices() -> None:
+    with notebook("T4") as book:
+        book.cell("a, b = torch.zeros(1024, 256, device='cuda'), torch.zeros(2048, 256, device='cuda')")
+        report = book.measured("y = (a[:, None] * b[None]).sum(-1)")
+        (cause,) = [one for one in report.causes if one.name == "all_pairs"]
+        assert cause.remedy.startswith("`a @ b.T` multiplies and sums without storing them"), cause.remedy
+        assert peak_with(book, "z = a @ b.T") < 40
+        report = book.measured("y = a[:, None] * b[None]")
+        assert not [one for one in report.causes if "@" in one.remedy]
+
+
+def test_outputs_of_which_only_the_sum_is_read_are_added_up() -> None:
+    with notebook("T4") as book:
+        book.cell("model = nn.Conv2d(3, 16, 1).cuda()\nx = torch.zeros(8, 3, 512, 512, device='cuda')")
+        gathers = "with torch.no_grad():\n    outs = [model(x) for _ in range(6)]\n    mean = torch.stack(outs).mean(0)"
+        (cause,) = [one for one in book.measured(gathers).causes if one.name == "growth"]
+        assert "add them up as they come: `torch.stack(outs).mean(0)` reads nothing else" in cause.remedy
+        (cause,) = [
+            one
+            for one in book.measured(f"{gathers}\n    spread = torch.stack(outs).std(0)").causes
+            if one.name == "growth"
+        ]
+        assert "add them up" not in cause.remedy
+
+
+def test_one_result_that_pins_all_is_named_once() -> None:
+    with notebook("T4") as book:
+        book.cell("mib(64)")
+        report = book.measured("y = mib(1)")
+        (cause,) = [one for one in report.causes if one.name == "pinned_by_out"]
+        assert cause.text.endswith("that nothing else holds."), cause.text
+
+
+def test_repeated_heads_are_not_said_to_be_free_everywhere() -> None:
+    cell = "with torch.no_grad():\n    q = torch.zeros(8, 32, 1, 128, device='cuda', dtype=torch.float16)\n"
+    repeated = "    k = kv.repeat_interleave(8, dim=1)\n    y = F.scaled_dot_product_attention(q, k, k)"
+    as_they_are = "    y = F.scaled_dot_product_attention(q, kv, kv, enable_gqa=True)"
+    peaks = {}
+    for card in ("T4", "A100"):
+        with notebook(card) as book:
+            book.cell(
+                "import torch.nn.functional as F\nkv = torch.zeros(8, 4, 4096, 128, device='cuda', dtype=torch.float16)"
+            )
+            (cause,) = [one for one in book.measured(cell + repeated).causes if one.name == "expanded_copy"]
+            assert "`enable_gqa=True`" in cause.remedy
+            assert "FlashAttention (16 bits, no mask, Ampere or newer)" in cause.remedy
+            book.cell("del k, y")
+            peaks[card] = peak_with(book, cell + as_they_are)
+    assert peaks["A100"] < 80 < 256 < peaks["T4"]

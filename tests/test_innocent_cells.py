@@ -51,6 +51,10 @@ DESCRIBING = frozenset(
         "steady",
         "caught_shortage",
         "second_copy",
+        "unread_results",
+        "unused_models",
+        "retained_gradients",
+        "asked_for",
     }
 )
 LEAST_CELLS = 200

@@ -153,6 +153,20 @@ class Tensors:
                 return NOT_KEPT, ""
         return NOT_KNOWN, ""
 
+    def is_saved(self, one: Allocation) -> bool:
+        """Whether a graph keeps it, as far as the first backward's tells: later iterations are taken to do the same."""
+        birth = self.birth_of(one)
+        holds = self._holds.get(one.index, ())
+        return any(hold.keeper == KEPT_BY_GRAPH for hold in holds) or (birth is not None and birth in self._saved_by)
+
+    @cached_property
+    def variables(self) -> Mapping[int, tuple[str, ...]]:
+        """Index of an allocation -> the cell's variables that were seen to lead to it, by their own names."""
+        return {
+            index: tuple(sorted({_FIRST_NAME.split(name, maxsplit=1)[0] for _, name in names}))
+            for index, names in self._names.items()
+        }
+
     def is_newest(self, one: Allocation, position: int) -> bool:
         """Whether it holds a model's parameter, and none of the same name was seen after it up to a position: programs work with
         their newest model."""

@@ -26,7 +26,9 @@ from gpumem_magic.causes import (
     spikes,
     ties,
     training,
+    unread,
     untrained,
+    unused,
     unused_graphs,
     waiting,
 )
@@ -56,6 +58,7 @@ DETECTORS: tuple[Detector, ...] = (
     graphs.growth,
     loops.grown_in_call,
     kept.key_value_cache,
+    kept.asked_for,
     kept.pinned_by_view,
     kept.kept_by_hook,
     errors.kept_errors,
@@ -78,10 +81,14 @@ DETECTORS: tuple[Detector, ...] = (
     holding.reference_cycle,
     training.late_zero_grad,
     training.missing_zero_grad,
+    training.zeroed_gradients,
     idle.idle_states,
     idle.gradients_in_evaluation,
     idle.input_gradients,
+    idle.retained_gradients,
     idle.alike_buffers,
+    unused.unused_models,
+    unread.unread_results,
     training.optimizer_history,
     training.optimizer_states,
     training.optimizer_temporaries,
@@ -129,6 +136,10 @@ DESCRIBING = frozenset(
         "largest_batch",
         "data_ready",
         "padding",
+        "unread_results",
+        "unused_models",
+        "retained_gradients",
+        "asked_for",
         _SOUND,
         shortage.NAME,
     }
@@ -153,6 +164,8 @@ _COVERED = {
     # (Of what no backward goes through there is less to be computed in parts.)
     "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
+    # It says so itself.
+    "unread_results": ("wide_loss",),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
@@ -177,6 +190,8 @@ _COVERED_IF_AS_LARGE = {
     # Many are there because they are kept, one from each iteration.
     "all_pairs": ("growth",),
     "expanded_copy": ("growth",),
+    # (Nobody keeps them but for that.)
+    "attention_scores": ("asked_for",),
     # There is something better to do about them than fewer at once.
     "graphs_ahead": ("attention_scores",),
 }

@@ -23,6 +23,11 @@ from gpumem_magic.units import human, listed
 # The names in front of a call of something that loads, each time that one stands there.
 _LOADED = re.compile(r"\b(\w+)\s*=\s*(?=[^\n]*\bload\w*\s*\()")
 _WHOLE = frozenset({"torch.nn.modules.module.Module", "torch.optim.optimizer.Optimizer"})
+_AVERAGE = "torch.optim.swa_utils.AveragedModel"
+_AVERAGE_ELSEWHERE = (
+    'It is the average of the weights. With `AveragedModel(model, device="cpu")` it takes nothing here, and each update brings '
+    "the weights there: an update every few steps makes that cheap."
+)
 _PARTS = frozenset({"dict", "OrderedDict", "list", "tuple", "Tensor"})
 _COPIED = {"parameters": "the weights", "optimizer_state": "the optimizer's states"}
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
@@ -325,7 +330,8 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         if one.kind not in ("tensor", "parameter") or learns or root.kind != "variable" or made is None:
             continue
         category = scene.labels[made.index].category
-        if made.born < scene.moment and category in _COPIED and _is_beside(scene, made):
+        average = any(_AVERAGE in station.bases for station in one.trail)
+        if made.born < scene.moment and category in _COPIED and (average or _is_beside(scene, made)):
             copies.setdefault((_COPIED[category], root.name), []).append(one)
     for (whose, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
         if size_of(its) < scene.part_of_peak(8):
@@ -335,11 +341,15 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         place = spot.root if others or "[" in spot.place else spot.place
         largest = max(its, key=lambda one: one.size)
         facts = tensors.facts(scene.alive[largest.address])
+        # (What an earlier cell made has no line here.)
+        made_by = scene.program.adding(spot.root)
+        at = f" (line {facts.line}, `{_short(facts.statement)}`)" if facts.line else ""
+        at = f" ({made_by.words}, `{made_by.shown}`)" if not at and made_by is not None else at
+        is_average = any(_AVERAGE in station.bases for station in largest.trail)
         yield Cause(
             "second_copy",
-            f"{quoted(place)} keeps a second copy of {whose} on the device (line {facts.line}, "
-            f"`{_short(facts.statement)}`): {human(size_of(its))}.",
-            _instead(scene, place, largest),
+            f"{quoted(place)} keeps a second copy of {whose} on the device{at}: {human(size_of(its))}.",
+            _AVERAGE_ELSEWHERE if is_average else _instead(scene, place, largest),
             size_of(its),
             describes=True,
         )

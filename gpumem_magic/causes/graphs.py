@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from gpumem_magic.causes.ahead import backward_behind
 from gpumem_magic.causes.alike import made_at
@@ -49,6 +50,9 @@ _EVERY = (2, 3, 4, 5, 10)
 _NEAR = 4
 # What transformers' models are asked to give besides, by its key in their results.
 _ASKED = re.compile(r"\boutput_(?P<key>\w+)\s*=\s*True")
+# What keeps autograd from recording, as a context.
+_WITHOUT_GRAPHS = ("no_grad", "inference_mode")
+_Turn = TypeVar("_Turn", int, tuple[tuple[int, ...], tuple[int, ...]])
 # Bytes of a complex number in double precision.
 _A_NUMBER = 16
 
@@ -61,7 +65,8 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     told_apart = [one if _graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
     counted = [(one, _graphs_of(scene, one)) for one in told_apart]
     found = [one for one, count in counted if count >= 2]
-    if not found:
+    # (The graph of one iteration saves a detached state of the one before.)
+    if not any(_graphs_of(scene, one, whole=True) >= 2 for one in found):
         return
     main = found[0]
     count = max(count for one, count in counted if one in found)
@@ -214,16 +219,20 @@ def _with_shared(scene: Scene, spot: Spot, graphs: Sequence[Held]) -> Spot:
 def _other_names(scene: Scene, main: Spot, held: Sequence[Held]) -> list[str]:
     """The variables that reach these besides the place's own."""
     roots = [scene.holdings.roots[number] for number in sorted({number for one in held for number in one.roots})]
-    return [root.name for root in roots if root.kind == "variable" and root.name != main.root]
+    # (Whose closure it is in, the place says.)
+    _, function = variable_of(main.held[0]) or ("", "")
+    own = (main.root, function)
+    return [root.name for root in roots if root.kind == "variable" and root.name not in own]
 
 
-def _graphs_of(scene: Scene, spot: Spot) -> int:
+def _graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
     """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
-    sees, as many as the place has parts, each of a forward of its own."""
-    born = [birth for one in spot.held if (birth := _born(scene, one)) >= 0 and not _is_shared(scene, one)]
+    sees, as many as the place has parts, each of a forward of its own. whole: without one of which next to nothing is there."""
+    kept = [(birth, one.size) for one in spot.held if (birth := _born(scene, one)) >= 0 and not _is_shared(scene, one)]
+    born = [birth for birth, _ in kept]
     ends = [one.end for one in scene.iterations]
-    iterations = {bisect_left(ends, birth + 1) for birth in born} if ends else set()
-    turns = {turn for birth in born if (turn := scene.turn_of(birth))}
+    iterations = _turns(((bisect_left(ends, birth + 1), size) for birth, size in kept), whole=whole) if ends else set()
+    turns = _turns(((turn, size) for birth, size in kept if (turn := scene.turn_of(birth))), whole=whole)
     spans = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD))
     parts = len({base(one) for one in spot.held})
     # What lies around a forward, its batch and its loss, is no other one's.
@@ -233,6 +242,16 @@ def _graphs_of(scene: Scene, spot: Spot) -> int:
     # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
     steps = len(iterations) - (len(turns) > 1 and len(iterations) == len(turns) + 1)
     return max(min(parts, forwards), steps, len(turns))
+
+
+def _turns(sizes: Iterable[tuple[_Turn, int]], *, whole: bool) -> set[_Turn]:
+    """The turns in which these were made. whole: but for a first one of which little is there: a detached state, say."""
+    of_each: dict[_Turn, int] = defaultdict(int)
+    for turn, size in sizes:
+        of_each[turn] += size
+    turns = sorted(of_each)
+    least = min((of_each[one] for one in turns[1:]), default=0)
+    return set(turns[1:] if whole and turns and _NEAR * of_each[turns[0]] < least else turns)
 
 
 def _detaching(scene: Scene, found: Sequence[Spot], place: Written | None, others: list[str], freed: int) -> str:
@@ -474,6 +493,8 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         host = "make it anew in each call (`None` as the default): a default is made once, with the function"
     elif all(any(GENERATOR in station.bases for station in one.trail) for one in spot.held):
         host = "let each generator come to its end, or `.close()` it: until then it keeps its local variables"
+    if summed := scene.program.summed(spot.place):
+        host = f"add them up as they come: `{summed}` reads nothing else of them"
     hook = scene.program.hook_of(place) if (place := added(scene, spot)) is not None else None
     asked = _ASKED.search(place.statement) if place is not None else None
     if asked is not None and f"'{asked['key']}'" in spot.place:
@@ -535,8 +556,29 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     return Cause(
         "missing_no_grad",
         f"{why}{keeper} {keeps} {what}{at}, though no backward follows: {human(freed)}.",
-        f"{'Evaluate' if names else 'Run it'} inside `with torch.inference_mode():` (or `torch.no_grad()`).",
+        without_a_graph(
+            scene,
+            f"{'Evaluate' if names else 'Run it'} inside `with torch.inference_mode():` (or `torch.no_grad()`).",
+            row.line if row is not None else 0,
+        ),
         freed,
+    )
+
+
+def without_a_graph(scene: Scene, remedy: str, line: int) -> str:
+    """The remedy, with what the program does to this end, and why that does not help: a context manager that is only called, or
+    one that another thread knows nothing of (autograd's mode is each thread's own: c10/core/AutogradState.cpp). line: the cell's,
+    at which the graphs were made."""
+    if (call := scene.program.does_nothing(_WITHOUT_GRAPHS)) is not None:
+        return (
+            f"{remedy} `{call.shown}` by itself ({call.words}) switches nothing off: it wants a `with` in front of it."
+        )
+    around = scene.program.inside_with(line, _WITHOUT_GRAPHS)
+    if around is None or scene.program.calls("enable_grad") or scene.program.calls("set_grad_enabled"):
+        return remedy
+    return (
+        f"`{around.shown}` ({around.words}) holds for its own thread, and this was computed in another one: enter "
+        "`torch.no_grad()` in the function that the threads run."
     )
 
 

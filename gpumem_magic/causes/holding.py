@@ -40,11 +40,13 @@ def pinned(scene: Scene) -> Iterator[Cause]:
             largest = f"the graph of {largest}"
         if scene.report.error is not None and scene.left.told and kind == "traceback":
             largest = f"what {scene.left.told} {'hold' if ' and ' in scene.left.told else 'holds'}"
+        # (One result that is all of it has been named.)
+        chiefly = "" if len(names) == 1 and largest == names[0] else f", chiefly {largest}"
         remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"
         yield Cause(
             f"pinned_by_{kind}",
-            f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds, "
-            f"chiefly {largest}.",
+            f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds"
+            f"{chiefly}.",
             f"{remedy} frees {human(size_of(freed))}.",
             size_of(freed),
         )

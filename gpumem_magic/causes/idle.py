@@ -16,7 +16,7 @@ from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import human, shape_words
+from gpumem_magic.units import counted, human, shape_words
 
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _READS_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|retain_grad")
@@ -149,6 +149,32 @@ def input_gradients(scene: Scene) -> Iterator[Cause]:
         f"{human(size_of(made))}, and the program reads none of it.",
         "Give a tensor of its own the gradient, `x.detach().requires_grad_()`, and it goes with that one.",
         size_of(made),
+    )
+
+
+def retained_gradients(scene: Scene) -> Iterator[Cause]:
+    """`retain_grad()` of activations: each keeps its gradient for as long as it is there."""
+    calls = scene.program.calls("retain_grad")
+    weights = {one.place for one in scene.held if one.kind == "parameter"}
+    kept = [
+        one
+        for one in scene.living_in(scene.moment, "activation_gradients")
+        if scene.tensors is not None
+        and (place := scene.tensors.keeper(one, scene.moment)[1]).endswith(".grad")
+        and place.removesuffix(".grad") not in weights
+    ]
+    if not calls or size_of(kept) < scene.part_of_peak(10):
+        return
+    call, owner = calls[0], calls[0].statement.strip().partition(".retain_grad")[0]
+    highest, _ = scene.highest_without(kept)
+    yield Cause(
+        "retained_gradients",
+        f"`{call.shown}` ({call.words}) keeps the gradients of {counted(len(kept), 'activation')}: {human(size_of(kept))} at the "
+        "peak.",
+        f"A hook sees each and keeps none (`{owner if owner.isidentifier() else 'x'}.register_hook(lambda g: "
+        f"norms.append(g.norm()))`): the peak would be about {human(highest)}.",
+        size_of(kept),
+        describes=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.filled import positions_used, with_less_room
@@ -24,6 +25,9 @@ _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 _NAMES_CACHE = re.compile(r"\bpast_key_values?\b|\bcache_params\b|\.cache\b|use_cache\s*=\s*True")
 # A cache with more than so many times the room that is in use is worth a shorter one.
 _ROOMY = 1.2
+# What a result has one of for each layer, by its key or attribute, and so many layers.
+_OF_EACH_LAYER = re.compile(r"(?:\['(?P<key>\w+)'\]|\.(?P<name>\w+))(?=\[\d+\])")
+_LAYERS = 3
 _CACHE = "transformers.cache_utils.Cache"
 _STATIC = "transformers.cache_utils.StaticCache"
 
@@ -340,3 +344,27 @@ def _cache_of(held: Sequence[Held]) -> str | None:
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:
     return one.dtype, one.shape
+
+
+def asked_for(scene: Scene) -> Iterator[Cause]:
+    """What a call was asked to give besides its result (``output_hidden_states=True``): one for each layer."""
+    parts: dict[tuple[str, str], list[Held]] = defaultdict(list)
+    for one in scene.held:
+        made = scene.alive.get(one.address)
+        found = _OF_EACH_LAYER.search(one.place)
+        if found is not None and made is not None and one.kind == "tensor" and made.born < scene.moment:
+            parts[one.place[: found.end()], found["key"] or found["name"]].append(one)
+    for (place, key), its in sorted(parts.items(), key=lambda pair: -size_of(pair[1])):
+        calls = [one for one in scene.program.asking() if f"output_{key}" in one.statement]
+        if len(its) < _LAYERS or size_of(its) < scene.part_of_peak(4) or not calls:
+            continue
+        call = calls[0]
+        yield Cause(
+            "asked_for",
+            f"`output_{key}=True` ({call.words}) has the {key.replace('_', ' ')} of every layer kept in {quoted(place)}: "
+            f"{human(size_of(its))} of {len(its)} layers at the peak.",
+            "Leave it out where nothing reads them; else take what you need of each and let go of the result.",
+            size_of(its),
+            describes=True,
+        )
+        return

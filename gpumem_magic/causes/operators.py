@@ -20,6 +20,7 @@ from gpumem_magic.causes.alike import (
 )
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
+from gpumem_magic.causes.unread import unread
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
@@ -42,6 +43,7 @@ _LOSS_IN_PARTS = (
     "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one part's "
     "at once"
 )
+_LOSSES = re.compile(r"entropy|\bloss|dice|target|label", re.I)
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
 
@@ -128,11 +130,17 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "wide_loss",
             f"{made_by(scene, alike)} is a loss over {alike.shape[-1]:,} classes at {rows:,} positions: {size_words(alike)}.",
-            f"{_LOSS_IN_PARTS}.",
+            _first_let_go(scene, f"{_LOSS_IN_PARTS}."),
             alike.bytes,
             describes=True,
         )
         return
+
+
+def _first_let_go(scene: Scene, remedy: str) -> str:
+    """The remedy, behind the easier one where a variable keeps what the loss was made of, and nothing reads it any more."""
+    found = unread(scene)
+    return remedy if found is None else f"{found.advice}. {remedy}"
 
 
 # Which operators
@@ -198,8 +206,14 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
         remedy = (
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
         )
-    elif birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}"):
-        remedy = "`scaled_dot_product_attention` with `enable_gqa=True` takes fewer key and value heads as they are."
+    elif _goes_into_attention(scene, alike) or (
+        birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}")
+    ):
+        # (`pre_process_group_query_attention_input` of ATen/native/transformers/attention.cpp repeats them for the plain one.)
+        remedy = (
+            "Where `scaled_dot_product_attention` has FlashAttention (16 bits, no mask, Ampere or newer), `enable_gqa=True` "
+            "takes fewer key and value heads as they are; its plain kernel repeats them itself."
+        )
     elif birth.kernel == "repeat":
         padded = (1,) * (len(alike.shape) - len(small)) + small
         one_to_many = all(few in (1, many) for few, many in zip(padded, alike.shape, strict=True))
@@ -216,6 +230,17 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     return Cause("expanded_copy", told, remedy, alike.bytes)
 
 
+def _goes_into_attention(scene: Scene, alike: Alike) -> bool:
+    """Whether the variable that it is made for goes into fused attention: keys or values in which heads are repeated."""
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    statement = scene.tensors.facts(one).statement if scene.tensors is not None and one is not None else ""
+    name, equals, _ = statement.strip().partition(" = ")
+    if not equals or not name.isidentifier():
+        return False
+    taken = re.compile(rf"\b{name}\b")
+    return any(taken.search(call.statement) for call in scene.program.calls("scaled_dot_product_attention"))
+
+
 def _is_one_hot(birth: Birth) -> bool:
     """One-hot numbers, or a copy of them as another type."""
     words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
@@ -229,6 +254,8 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
         return None
     bytes_each = size // max(1, prod(alike.shape))
     instead = "`F.cross_entropy` takes the class numbers as they are"
+    if not scene.program.matches_any(_LOSSES):
+        instead = "Indexing by the numbers (`x[index]`, `index_add_`) picks and puts rows without it"
     if multiplied := _multiplied(scene, alike):
         instead = f"{multiplied} picks rows of the weights: `F.embedding(numbers, weight.t())` (an `nn.Embedding`) looks them up"
     if birth.dtype == "int64":

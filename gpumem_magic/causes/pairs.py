@@ -29,6 +29,8 @@ _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
 _MOST_NAMES = 40
+# Two matrices for whose rows all pairs are made: rows, rows and what is summed over.
+_PAIR, _PLANES = 2, 3
 
 
 def broadcast(scene: Scene, alike: Alike) -> Cause | None:
@@ -75,9 +77,20 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             else f"`torch.cdist` of both, not expanded{' and with `p=1`' if norm else ''},"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
+    if birth.kernel == "mul" and shapes[0][-1] == shapes[1][-1] > 1 and _is_summed(scene, alike):
+        return f"{_product(shapes, _operands(expression))} multiplies and sums without storing them; or {rows}."
     # Who writes the dimension of 1 means it.
     unsure = "" if _MEANT.search(expression) else ", if every pair is meant; else give both the same shape"
     return f"{rows[0].upper()}{rows[1:]}{unsure}."
+
+
+def _product(shapes: Sequence[tuple[int, ...]], operands: Sequence[str]) -> str:
+    """The product of matrices that sums, over their last dimension, what was multiplied for all pairs."""
+    (one, other), names = shapes, list(map(_not_expanded, operands))
+    rows_first = one[-2:-1] == (1,) and (len(other) < _PLANES or other[-_PLANES] == 1)
+    if len(names) == _PAIR and all(map(str.isidentifier, names)) and max(map(len, shapes)) == _PLANES and rows_first:
+        return f"`{names[0]} @ {names[1]}.T`"
+    return "`torch.einsum` of both, not expanded,"
 
 
 def _rows_at_a_time(scene: Scene, alike: Alike) -> str:

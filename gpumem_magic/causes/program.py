@@ -231,6 +231,28 @@ class ProgramText:
         texts = (one for one in chain(self.cells, self._modules) if not one.is_file or one.where == place.where)
         return any(pattern.search(one.source) for one in texts)
 
+    def matches_any(self, pattern: re.Pattern[str]) -> bool:
+        """Whether a pattern is found in any of the cells."""
+        return any(pattern.search(one.source) for one in self.cells)
+
+    def summed(self, name: str) -> str:
+        """The expression of the cell that joins a list of tensors and only takes their sum or mean,
+        ``torch.stack(outs).mean(0)`` or ``sum(outs)``; "" where nothing else of the list is read, or something else is."""
+        found = ""
+        for one in self.cells[:1]:
+            nodes = [node for top in one.tree.body for node in ast.walk(top)]
+            sums = [node for node in nodes if isinstance(node, ast.Call) and _sums(node, name)]
+            inside = {id(part) for node in sums for part in ast.walk(node)}
+            read = [node for node in nodes if isinstance(node, ast.Name) and node.id == name and id(node) not in inside]
+            puts = {
+                id(node.func.value)
+                for node in nodes
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+            }
+            others = [node for node in read if isinstance(node.ctx, ast.Load) and id(node) not in puts]
+            found = ast.unparse(sums[0]) if sums and not others else ""
+        return found
+
     def adding(self, name: str, attribute: str = "", key: str = "", function: str = "") -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
         a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one. function:
@@ -306,6 +328,22 @@ class ProgramText:
             )
         ]
 
+    def asking(self) -> list[Written]:
+        """The statements with an ``output_...=True`` in a call."""
+        return [
+            one.place(node)
+            for one in self._mentioning("output_")
+            for node in one.statements
+            if any(
+                (given.arg or "").startswith("output_")
+                and isinstance(given.value, ast.Constant)
+                and given.value.value is True
+                for call in ast.walk(node)
+                if isinstance(call, ast.Call)
+                for given in call.keywords
+            )
+        ]
+
     def ties(self) -> list[Tie]:
         """Those of all classes' constructors, and of the cell outside of functions, that nothing is a condition of, and where
         nothing else gives either layer a weight (a head that is made anew, to be trained by itself)."""
@@ -375,12 +413,33 @@ class ProgramText:
         found: dict[str, Written] = {}
         for one in self.cells:
             for loop in (node for top in one.tree.body for node in ast.walk(top) if isinstance(node, _LOOPS)):
+                ended = _detached_in(loop)
                 for node in ast.walk(loop):
                     if isinstance(node, ast.Assign) and not isinstance(node.value, ast.BinOp):
                         made = {part.id for target in node.targets for part in _plain_targets(target)}
-                        for name in made.intersection(names, _going_in(node.value)):
+                        for name in made.intersection(names, _going_in(node.value)) - ended:
                             found.setdefault(name, one.place(node))
         return list(found.items())
+
+    def does_nothing(self, called: Collection[str]) -> Written | None:
+        """A statement that only calls one of these context managers, and so has no effect: ``torch.no_grad()``."""
+        for one in self.texts:
+            for node in one.statements:
+                call = node.value if isinstance(node, ast.Expr) else None
+                if isinstance(call, ast.Call) and _last(call.func) in called:
+                    return one.place(node)
+        return None
+
+    def inside_with(self, line: int, called: Collection[str]) -> Written | None:
+        """The innermost ``with`` around a line of the cell that enters one of these context managers."""
+        found = None
+        for one in self.cells[:1]:
+            for node in _all(one, ast.With):
+                calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+                around = node.lineno <= line - one.ahead <= (node.end_lineno or node.lineno)
+                if around and any(_last(call.func) in called for call in calls):
+                    found = one.place(node)
+        return found
 
     def sums_up(self, name: str) -> bool:
         """Whether the cell adds tensors to a variable (``total += loss``), not their numbers."""
@@ -580,6 +639,24 @@ def _adds(node: ast.AST, wanted: str, certain: bool, of_object: bool) -> bool:
     return False
 
 
+def _sums(node: ast.Call, name: str) -> bool:
+    """``torch.stack(name).mean(0)``, ``torch.stack(name).sum(dim=0)``, ``sum(name)``."""
+    if isinstance(node.func, ast.Name) and node.func.id == "sum":
+        return bool(node.args) and isinstance(node.args[0], ast.Name) and node.args[0].id == name
+    over = [*node.args, *(one.value for one in node.keywords if one.arg == "dim")]
+    joined = node.func.value if isinstance(node.func, ast.Attribute) and node.func.attr in ("mean", "sum") else None
+    return (
+        isinstance(joined, ast.Call)
+        and _last(joined.func) == "stack"
+        and len(joined.args) == 1
+        and isinstance(joined.args[0], ast.Name)
+        and joined.args[0].id == name
+        and len(over) == 1
+        and isinstance(over[0], ast.Constant)
+        and over[0].value == 0
+    )
+
+
 def _fills(node: ast.stmt, name: str) -> bool:
     """``out[a:b] = part``, ``out[a:b] += part``; not ``out[:] = whole``."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
@@ -610,6 +687,25 @@ def _going_in(value: ast.expr) -> set[str]:
     """The variables in an expression, but for those of which it takes what has no graph (``h.detach()``, ``loss.item()``)."""
     without = {id(part.value) for part in ast.walk(value) if isinstance(part, ast.Attribute) and part.attr in _NO_GRAPH}
     return {part.id for part in ast.walk(value) if isinstance(part, ast.Name) and id(part) not in without}
+
+
+def _detached_in(loop: ast.AST) -> set[str]:
+    """The variables whose graph a loop ends: ``h = h.detach()``, ``h, c = h.detach(), c.detach()``, ``h.detach_()``."""
+    found: set[str] = set()
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "detach_":
+            found |= {part.id for part in [node.func.value] if isinstance(part, ast.Name)}
+        if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+            continue
+        target, value = node.targets[0], node.value
+        pairs = [(target, value)]
+        if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+            pairs = list(zip(target.elts, value.elts, strict=True))
+        for to, what in pairs:
+            if isinstance(to, ast.Name):
+                read = {part.id for part in ast.walk(what) if isinstance(part, ast.Name)}
+                found |= ({to.id} & read) - _going_in(what)
+    return found
 
 
 def _is_empty(value: ast.expr) -> bool:

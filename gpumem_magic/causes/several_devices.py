@@ -9,6 +9,7 @@ from gpumem_magic.attribution.categories import sharing_functions
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import human
@@ -50,7 +51,18 @@ def gathered(scene: Scene) -> Iterator[Cause]:
 
 def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
     """`DistributedDataParallel` sends gradients in buckets, made at its beginning, and again before the second iteration."""
-    gradients = scene.living_in(scene.moment, "gradients")
+    told = False
+    # (Those that an earlier cell made are known only once they have been made anew.)
+    for moment in (scene.moment, *(scene.end_of(one) for one in scene.spans(BACKWARD))):
+        near = 10 * scene.timeline.allocated_at(moment) >= 9 * scene.report.peak.allocated
+        if not told and (moment == scene.moment or near):
+            causes = list(_in_buckets(scene, moment))
+            told = bool(causes)
+            yield from causes
+
+
+def _in_buckets(scene: Scene, moment: int) -> Iterator[Cause]:
+    gradients = scene.living_in(moment, "gradients")
     remade, first = [], []
     for one in gradients:
         maker = _maker(scene, one)

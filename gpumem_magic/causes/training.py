@@ -17,6 +17,10 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 _FOREACH = re.compile("_multi_tensor_")
+_TO_ZERO = re.compile(r"set_to_none\s*=\s*False")
+_ZEROED = re.compile(r"\.grad(?:\.data)?\.zero_\(")
+# So many backwards show what gradients from before cost.
+_AGAIN = 2
 # The optimizer with a history, how long that usually is, and what is short.
 _WITH_HISTORY, _USUAL_HISTORY, _SHORT_HISTORY = "LBFGS", 100, 10
 _HAS_NONE = "with `fused=True` it has none"
@@ -110,6 +114,40 @@ def missing_zero_grad(scene: Scene) -> Iterator[Cause]:
         f"Call `{name}.zero_grad()` right after `{name}.step()`: it frees them; without it, gradients add "
         "up over all steps.",
         worst,
+    )
+
+
+def zeroed_gradients(scene: Scene) -> Iterator[Cause]:
+    """Gradients that are filled with zeros after a step, and so are there during the next iteration's forward."""
+    calls = [one for one in scene.program.calls("zero_grad") if _TO_ZERO.search(one.statement)]
+    calls = calls or [one for one in scene.program.calls("zero_") if _ZEROED.search(one.statement)]
+    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+    if not calls or len(backwards) < _AGAIN or scene.report.error is not None:
+        return
+    first = backwards[0][1]
+    there = [one for one in scene.living_in(scene.moment, "gradients") if 0 <= one.born < first]
+    if scene.moment <= backwards[1][0] or size_of(there) < scene.part_of_peak(10):
+        return
+    # In the first iteration they were made anew, as they would be in each; the optimizer's states came after it.
+    states = size_of(scene.living_in(scene.moment, "optimizer_state"))
+    then = scene.timeline.peak(0, first)[0] + states - size_of(scene.living_in(first, "optimizer_state"))
+    # (A step has them beside it in any case.)
+    steps = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(OPTIMIZER)]
+    behind = max((scene.timeline.peak(begin, end)[0] for begin, end in steps), default=0)
+    saved = scene.report.peak.allocated - max(then, behind)
+    if saved < scene.part_of_peak(20):
+        return
+    call = calls[0]
+    instead = (
+        "`set_to_none=True`, the default," if _TO_ZERO.search(call.statement) else "`p.grad = None` (`zero_grad()`)"
+    )
+    yield Cause(
+        "zeroed_gradients",
+        f"`{call.shown}` ({call.words}) fills gradients with zeros, so {human(size_of(there))} of them are there during the next "
+        "forward, and until backward is done.",
+        f"{instead} lets go of them: the peak would be about {human(max(then, behind))}, as the first iteration's was"
+        f"{' with the states' if states else ''}.",
+        saved,
     )
 
 

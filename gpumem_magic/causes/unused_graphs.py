@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.graphs import graph_without_backward
+from gpumem_magic.causes.graphs import graph_without_backward, without_a_graph
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.model import size_of
@@ -47,11 +47,29 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     if places and point is not None:
         called = Written("", point.line, point.statement)
         made = f"`{called.shown}` ({called.words})"
+    remedy = "Run it inside `with torch.no_grad():`."
+    if _goes_backward_elsewhere(scene, here):
+        remedy = "Choose inside `with torch.no_grad():`, and run what goes backward once more with its graph."
     yield Cause(
         "missing_no_grad",
         f"{made} saves {human(size_of(here))} for a backward that never comes: autograd is on there.",
-        "Run it inside `with torch.no_grad():`.",
+        without_a_graph(scene, remedy, point.line if point is not None else 0),
         size_of(here),
+    )
+
+
+def _goes_backward_elsewhere(scene: Scene, unused: Sequence[Allocation]) -> bool:
+    """Whether a backward goes through what the same places made in another iteration: the best of several, say."""
+    births = scene.recording.logs[scene.device].births
+    places = {birth.place for one in unused if (birth := births.get(one.born)) is not None}
+    backwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD)]
+    return any(
+        birth.place in places
+        and one.freed is not None
+        and scene.labels[one.index].category == "activations"
+        and any(begin <= one.freed <= end for begin, end in backwards)
+        for one in scene.timeline.allocations
+        if (birth := births.get(one.born)) is not None
     )
 
 

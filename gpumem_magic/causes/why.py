@@ -131,8 +131,7 @@ class Why:
                 self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
-                if error is not None:
-                    self._mentioned, self._unread = mentioned_and_unread(self._source, namespace)
+                self._mentioned, self._unread = mentioned_and_unread(self._source, namespace)
                 self._program = read_program(self._source, namespace)
                 with tensors.no_functions(), tensors.no_dispatch():
                     modules = dict(_modules_in(namespace))

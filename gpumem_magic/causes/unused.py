@@ -1,0 +1,69 @@
+"""Models and optimizers from before that a cell has no use for, while others compute in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.places import MODULE, quoted
+from gpumem_magic.owners.holders import joined
+from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import human, listed
+
+_KINDS = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
+# Text of a program that is run by it is not read.
+_RUNS_TEXT = frozenset({"exec", "run_line_magic", "run_cell"})
+_MANY, _BOTH = 4, 2
+
+
+def unused_models(scene: Scene) -> Iterator[Cause]:
+    """What was on the device before, and which nothing that the cell names leads to."""
+    if scene.report.error is not None or not scene.mentioned or scene.mentioned & _RUNS_TEXT:
+        # (Of what would have helped a request that failed, `shortage` tells.)
+        return
+    if not scene.spans(FORWARD, BACKWARD, OPTIMIZER):
+        return
+    roots = scene.holdings.roots
+    ran = {span.label.partition(".")[0] for span in scene.spans(FORWARD, OPTIMIZER)}
+    its: dict[int, list[Held]] = {}
+    for one in scene.held:
+        made = scene.alive.get(one.address)
+        # (What was shown as a result is used by no cell.)
+        holders = [number for number in one.roots if roots[number].kind != "out"]
+        if one.kind not in _KINDS or made is None or made.born >= 0 or not holders:
+            continue
+        if all(roots[number].kind == "variable" and roots[number].name not in scene.mentioned for number in holders):
+            its.setdefault(holders[0], []).append(one)
+    its = {number: held for number, held in its.items() if roots[number].name not in ran}
+    everything = [one for held in its.values() for one in held]
+    if size_of(everything) < scene.part_of_peak(4) or not 0 < len(its) <= _MANY:
+        return
+    numbers = sorted(its, key=lambda number: -size_of(its[number]))
+    models = [number for number in numbers if _is_a_model(its[number], roots[number].name)]
+    others = [number for number in numbers if number not in models]
+    gone = [one for number in models for one in its[number]] + [
+        one for one in scene.freed(others) if not any(number in models for number in one.roots)
+    ]
+    deleting = [statement for number in others if (statement := roots[number].statement) is not None]
+    if len(deleting) < len(others):
+        return
+    code = [*joined(deleting), *(f"{roots[number].name}.cpu()" for number in models)]
+    back = f", and `{roots[models[0]].name}.cuda()` brings the weights back" if models else ""
+    words = [f"{quoted(roots[number].name)} ({human(size_of(its[number]))})" for number in numbers]
+    said = f"does not use {words[0]}, which is" if len(words) == 1 else f"uses none of {listed(words)}, which are"
+    if len(words) == _BOTH:
+        said = f"uses neither {words[0]} nor {words[1]}, which are"
+    yield Cause(
+        "unused_models",
+        f"This cell {said} on the device from before.",
+        f"`{'; '.join(code)}` frees {human(size_of(gone))}{back}.",
+        size_of(everything),
+        describes=True,
+    )
+
+
+def _is_a_model(held: list[Held], name: str) -> bool:
+    """Whether the variable is a module itself, which `.cpu()` moves with all that is in it."""
+    return all(one.trail and one.trail[0].place == name and MODULE in one.trail[0].bases for one in held)
