@@ -228,6 +228,46 @@ def test_normalisations_lay_out_the_gradient_last() -> None:
     assert of_spread(x.softmax(1), x) == of_spread(x.log_softmax(1), x) == [32768, 32768]
 
 
+def test_normalisations_keep_the_laid_out_input_to_the_end() -> None:
+    x = torch.zeros(64, 128, 2, device="cuda")[..., 0].requires_grad_()
+    out, gradient = F.layer_norm(x, (128,)), torch.ones(64, 128, 2, device="cuda")[..., 0]
+    found = [action == "alloc" for action, _ in steps(lambda: torch.autograd.grad(out, x, gradient))]
+    # The input, its gradient, the one that came: then the last and the first go.
+    assert found[:5] == [True, True, True, False, False]
+
+
+def test_a_batch_norm_of_what_has_gaps_takes_numbers_for_a_weight_and_a_bias() -> None:
+    x = torch.zeros(16, 24, 32, 2, device="cuda")[..., 0]
+    weight = torch.ones(24, device="cuda")
+    assert made(lambda: F.batch_norm(x, None, None, training=True)) == [x.numel() * 4, 96, 96, 4, 4]
+    assert made(lambda: F.batch_norm(x.contiguous(), None, None, training=True))[1:] == [x.numel() * 4, 96, 96]
+    assert made(lambda: F.batch_norm(x, weight, weight))[-2:] == [4, 4]
+    # Statistics of bfloat16 are those of a copy in float32, of float16 they are not.
+    for dtype, wide in ((torch.float16, []), (torch.bfloat16, [x.numel() * 4])):
+        half = torch.zeros(16, 24, 32, 2, device="cuda", dtype=dtype)[..., 0]
+        assert made(lambda half=half: F.batch_norm(half, None, None, training=True))[3:] == [*wide, 4, 4]
+
+
+def test_leaks_by_chance_lay_out_all_three() -> None:
+    x = torch.zeros(16, 24, 2, device="cuda")[..., 0]
+    each = 16 * 24 * 4
+    assert made(lambda: F.rrelu(x, training=True)) == [each, each, each]
+    assert made(lambda: F.rrelu_(x, training=True)) == [each, each, each]
+    assert made(lambda: F.rrelu(x.contiguous(), training=True)) == [each, each, each]
+    assert F.rrelu(torch.zeros(24, 16, device="cuda").t(), training=True).is_contiguous()
+    # (The noise, and the result.)
+    assert made(lambda: F.rrelu(x, training=False)) == [each, each]
+
+
+def test_distances_are_between_points_that_are_laid_out() -> None:
+    x = torch.zeros(4, 16, 8, 2, device="cuda")[..., 0].requires_grad_()
+    y, points, far = torch.zeros(16, 8, device="cuda"), 4 * 16 * 8 * 4, 4 * 16 * 16 * 4
+    # One set of points for four has a copy for each.
+    assert made(lambda: torch.cdist(x, y)) == [points, points, far]
+    out, gradient = torch.cdist(x, y), torch.zeros(4, 16, 16, device="cuda")
+    assert made(lambda: torch.autograd.grad(out, x, gradient)) == [points, points, points, far * 8]
+
+
 def test_columns_of_an_image_are_made_by_resizing() -> None:
     x = image().detach()
     columns = 4 * 72 * 196 * 4

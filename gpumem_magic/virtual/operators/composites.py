@@ -451,7 +451,7 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
     first = pair[0] / norms[0]
     product = first * second
     result: torch.Tensor = product.sum(dim)
-    del product, first, second, least
+    del product, first, second, least, norm
     return result
 
 

@@ -162,6 +162,10 @@ class Cub(NamedTuple):
         """Where the first that a condition holds for is: Thrust's storage, and the place."""
         return self._sums_of_blocks(_PAIR) + _PAIR
 
+    def true_ones(self) -> int:
+        """How many of more than 2,048 flags are up, as Thrust counts them: sums of eight bytes, and the result."""
+        return self._sums_of_blocks(_OFFSET) + _OFFSET
+
     def _of_thrust(self, tiles: int) -> int:
         """How many there are, beside the tiles' states, which are a block of their own."""
         return blob(_OFFSET, blob(self._states(tiles, 4)))

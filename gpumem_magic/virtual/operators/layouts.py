@@ -76,8 +76,8 @@ _TABLE: tuple[tuple[str, tuple[Lies | None, ...]], ...] = (
     ("native_batch_norm_backward", (_of_a_batch_norm,)),
     # `set_output` without strides (``SoftMax.cpp``).
     ("_log_softmax_backward_data _softmax_backward_data", (in_one_piece,)),
-    # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``).
-    ("mse_loss_backward smooth_l1_loss_backward huber_loss_backward", (in_one_piece,)),
+    # `zeros_like` or `empty_like` with LEGACY_CONTIGUOUS_MEMORY_FORMAT (``Loss.cpp``, ``RreluWithNoise.cu``).
+    ("mse_loss_backward smooth_l1_loss_backward huber_loss_backward rrelu_with_noise", (in_one_piece,)),
     # The output's options have the input's memory format; PyTorch's rule has so from 16 channels on only (``UpSample.h``,
     # ``UpSampleTrilinear3d.cpp``).
     ("upsample_bilinear2d upsample_trilinear3d", (as_an_image(0),)),

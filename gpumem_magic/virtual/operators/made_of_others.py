@@ -98,10 +98,21 @@ def _median(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
     if not args[0].numel():
         return engine.run(func, args, kwargs, device)
     with pushed(engine.mode):
-        ordered = args[0].flatten().sort()[0]
+        flat = args[0].flatten()
+        ordered, places = flat.sort()
+        # (C++ lets go of the last first.)
+        del places, flat
         last = ordered.numel() - 1
         if func is _aten.nanmedian.default:
-            return _aten.index.Tensor(ordered, [((last - ordered.isnan().sum()) / 2).to(torch.int64)])
+            unknown = ordered.isnan()
+            count = unknown.sum()
+            numbers = last - count
+            half = numbers / 2
+            middle = half.to(torch.int64)
+            del half, numbers, count, unknown
+            out = _aten.index.Tensor(ordered, [middle])
+            del middle
+            return out
         return torch.where(ordered[-1].isnan(), ordered[-1], ordered[last // 2])
 
 

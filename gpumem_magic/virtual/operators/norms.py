@@ -10,14 +10,13 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.calls import bytes_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
 from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
 from gpumem_magic.virtual.engine.strides import like_channels_last
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.copies import laid_out
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
 from gpumem_magic.virtual.operators.reductions import shared_by_statistics
 
@@ -157,15 +156,18 @@ def _power_of_two(number: int) -> int:
 
 @special(_aten.native_batch_norm.default, table=BESIDE)
 def _batch_own_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``."""
+    """PyTorch's own kernel for channels that lie last, or samples of one value for each channel: ``Normalization.cuh``. What lies
+    in neither way has none: numbers stand in the place of a weight and a bias (`Impl::General` in ``Normalization.cu``)."""
     input, weight, bias, mean, _, training = args[:6]
-    if not training:
-        return []
-    if whole_batch_norm.is_up and by_cudnn(input, weight, bias, mean, training):
+    if training and whole_batch_norm.is_up and by_cudnn(input, weight, bias, mean, training):
         return _room_of_cudnn(engine, input, device, is_gradient=False)
-    if input.dim() == 5 and _is_last_alone(input):
-        return _statistics_of_a_volume(engine, input, device)
-    return _shared_by_blocks(input, 4) if _channels_lie_last(input) else []
+    if _channels_lie_last(input) and not (input.dim() == 5 and _is_last_alone(input)):
+        return _shared_by_blocks(input, 4) if training else []
+    if input.is_contiguous() or not input.numel():
+        return []
+    with engine.scratch(device, *(_statistics_of_a_tensor(engine, input, device) if training else [])):
+        pass
+    return [accumulator(input.dtype).itemsize for one in (weight, bias) if one is None]
 
 
 @special(_aten.batch_norm_backward.default)
@@ -176,11 +178,12 @@ def _batch_backward_of_an_update(engine: Engine, func: Any, args: Any, kwargs: A
     return _batch_own_backward(engine, native, args[: len(native._schema.arguments)], kwargs, device)
 
 
-def _statistics_of_a_volume(engine: Engine, input: Any, device: int) -> list[int]:
-    """Volumes whose channels lie last have no kernel of their own for these (`Impl::General` in ``Normalization.cu``)."""
+def _statistics_of_a_tensor(engine: Engine, input: Any, device: int) -> list[int]:
+    """By one operator for means and variances of any tensor, which reads float16 as it is and bfloat16 as float32."""
     wide = accumulator(input.dtype).itemsize
-    shared = shared_by_statistics(engine, input.shape, input.stride(), (0, 2, 3, 4), wide, device)
-    return [input.numel() * wide if wide != input.element_size() else 0, *shared]
+    others = (0, *range(2, input.dim()))
+    shared = shared_by_statistics(engine, input.shape, input.stride(), others, wide, device)
+    return [input.numel() * wide if input.dtype == torch.bfloat16 else 0, *shared]
 
 
 @special(_aten.native_batch_norm_backward.default)
@@ -299,13 +302,14 @@ def _layer_backward(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     Up to 1.10 the input's gradient takes four numbers for each row: two sums, a factor and what is added (`ds`, `db`, `scale` and
     `bias` there).
     """
-    out = laid_out(engine, func, args, kwargs, device, (1,))
     gradient, input, columns = args[0], args[1], prod(args[2])
     rows = input.numel() // max(1, columns)
     by_row = 0
     if args[-1][0] and engine.memory.torch_version(device) < _ROWS_IN_ONE_KERNEL_FROM:
         by_row = rows * accumulator(input.dtype).itemsize
-    with engine.scratch(device, 0 if gradient.is_contiguous() else bytes_of(gradient), *[by_row] * 4):
+    with engine.scratch(device, *copies_of(input)), ExitStack() as later:
+        out = engine.run(func, args, kwargs, device)
+        later.enter_context(engine.scratch(device, *copies_of(gradient), *[by_row] * 4))
         processors = engine.memory.processors(device)[0]
         few_columns = columns // _COLUMNS_OF_A_BLOCK < processors // 2
         if rows <= _FEW_ROWS or not few_columns or engine.memory.torch_version(device) < _FROM:

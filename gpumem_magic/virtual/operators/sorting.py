@@ -21,6 +21,7 @@ from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.strides import in_order
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, index_lists
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
@@ -35,14 +36,13 @@ _MANY_ROWS = 128
 _INDEX = 8
 
 
-def sort_blocks(cub: Cub, count: int, row: int, item: int, by_last: bool) -> tuple[list[int], list[list[int]]]:
+def sort_blocks(cub: Cub, count: int, row: int, item: int, held: list[int]) -> tuple[list[int], list[list[int]]]:
     """Blocks held throughout a sort, and those held in addition, step by step. Bytes, in the order of the allocations.
 
-    count: of elements; row: how many are sorted together; item: bytes of each; by_last: whether rows lie together in memory.
+    count: of elements; row: how many are sorted together; item: bytes of each; held: what stands for tensors that lie otherwise.
     """
     if row <= MOST_IN_PLACE:
         return [], [[row * _INDEX]]
-    held = [] if by_last else [count * item, count * item, count * _INDEX]
     rows = count // row
     if rows == 1 or row >= _LONG_ROW:
         return [*held, row * _INDEX], [[cub.radix_sort(row, item, _INDEX)]] * rows
@@ -54,23 +54,38 @@ def sort_blocks(cub: Cub, count: int, row: int, item: int, by_last: bool) -> tup
     return [*held, count * _INDEX], [[cub.segmented_sort(count, item, _INDEX)]]
 
 
-def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int) -> None:
+def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int, results: tuple[Any, Any]) -> None:
     if not source.dim() or not source.numel():
         return
     dim %= source.dim()
-    by_last = source.stride(dim) == 1 and is_dense(source)
-    cub = cub_of(engine, device)
-    held, steps = sort_blocks(cub, source.numel(), source.shape[dim], source.element_size(), by_last)
+    cub, item = cub_of(engine, device), source.element_size()
+    others = _lying_otherwise(source, dim, results)
+    held, steps = sort_blocks(cub, source.numel(), source.shape[dim], item, others)
     with engine.scratch(device, *held):
         for step in steps:
             with engine.scratch(device, *step):
                 pass
 
 
+def _lying_otherwise(source: Any, dim: int, results: tuple[Any, Any]) -> list[int]:
+    """Copies of what is sorted, of values and of places, unless they lie side by side, that dimension innermost (`Sort.cpp`)."""
+    copied = not (source.stride(dim) == 1 and is_dense(source))
+    lies = tuple(source.stride())
+    if copied:
+        outwards = sorted(
+            (place for place in range(source.dim()) if place != dim), key=lambda place: (source.stride(place), -place)
+        )
+        lies = in_order(source.shape, [dim, *outwards])
+    return [
+        *([bytes_of(source)] if copied else []),
+        *(source.numel() * one.element_size() for one in results if tuple(one.stride()) != lies),
+    ]
+
+
 @special(*overloads("sort.values sort.values_stable"), table=BESIDE)
 def _sort_into(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     place = 1 if func is _aten.sort.values else 2
-    _hold_for_sort(engine, device, args[0], args[place] if len(args) > place else kwargs.get("dim", -1))
+    _hold_for_sort(engine, device, args[0], args[place] if len(args) > place else kwargs.get("dim", -1), out)
     return ()
 
 
@@ -90,7 +105,7 @@ def _sort(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
     place = 1 if func is _aten.sort.default else 2
     dim = args[place] if len(args) > place else kwargs.get("dim", -1)
     out = engine.run(func, args, kwargs, device)
-    _hold_for_sort(engine, device, args[0], dim)
+    _hold_for_sort(engine, device, args[0], dim, out)
     return out
 
 
@@ -105,7 +120,7 @@ def _topk(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
         hold_for_selection(engine, device, source, dim)
     if in_order and chosen.dim() and chosen.shape[dim] > MOST_IN_PLACE:
         with engine.scratch(device, bytes_of(indices), bytes_of(chosen)):
-            _hold_for_sort(engine, device, chosen, dim)
+            _hold_for_sort(engine, device, chosen, dim, (chosen, indices))
             # The indices are picked in the new order.
             with engine.scratch(device, bytes_of(indices)):
                 pass
@@ -249,8 +264,8 @@ _LONGEST_MODE = 2048
 
 @special(_aten.mode.default, table=BESIDE)
 def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    """A copy of rows that are long or do not lie plainly; of long ones each is sorted there, and its runs counted, one by one
-    (``TensorModeKernel.cpp`` and ``.cu``, with Thrust)."""
+    """A copy of rows that are long or do not lie plainly; of long ones each is sorted there, and its runs counted, one by one;
+    flags are counted as they are (``TensorModeKernel.cpp`` and ``.cu``, with Thrust)."""
     source = args[0]
     dim = args[1] if len(args) > 1 else kwargs.get("dim", -1)
     if not source.dim() or source.shape[dim] == 1 or not source.numel():
@@ -262,6 +277,11 @@ def _mode(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
         if count > _LONGEST_MODE and source.dtype != torch.bool:
             for distinct in _distinct_in_rows(source, dim):
                 _hold_for_mode(engine, device, source.dtype, count, distinct)
+        elif count > _LONGEST_MODE:
+            cub = cub_of(engine, device)
+            for size in (cub.true_ones(), cub.first_found()) * (source.numel() // count):
+                with engine.scratch(device, size):
+                    pass
     return ()
 
 
