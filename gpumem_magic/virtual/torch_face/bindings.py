@@ -22,10 +22,8 @@ from gpumem_magic.virtual.torch_face.streams import CURRENT
 from gpumem_magic.virtual.torch_face.tunable import Tunable
 from gpumem_magic.virtual.torch_face.wheel import preferring
 
-_NCCL = (
-    "_nccl_unique_id", "_nccl_init_rank", "_nccl_all_reduce", "_nccl_broadcast", "_nccl_reduce", "_nccl_all_gather",
-    "_nccl_reduce_scatter",
-)  # fmt: skip
+# (Between processes; the collectives of one process are `nccl_calls`.)
+_NCCL = ("_nccl_unique_id", "_nccl_init_rank")
 _REFUSED = {
     **{
         name: f"torch.cuda.nccl.{name.removeprefix('_nccl_')}() is not emulated: use torch.distributed, or real GPUs"

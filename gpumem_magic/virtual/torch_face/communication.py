@@ -11,17 +11,15 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine import exchanged, values
+from gpumem_magic.virtual.engine import exchanged
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.refusals import refuse_device
-from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import collectives
-from gpumem_magic.virtual.torch_face import data_parallel, futures
+from gpumem_magic.virtual.torch_face import data_parallel, futures, nccl_calls
 from gpumem_magic.virtual.torch_face.nccl_names import AskedForNccl
 
 # What a program is told that asks for the version (PyTorch's own checkpoints do): that of PyTorch 2.9's CUDA builds.
@@ -33,8 +31,7 @@ def install(patches: Patches, engine: Engine) -> None:
         patches.attempt(data_parallel.install, engine)
         patches.attempt(_process_groups, engine)
         patches.attempt(_handles, engine)
-    patches.set(torch.cuda.nccl, "is_available", _nccl_is_available(torch.cuda.nccl.is_available))
-    patches.set(torch.cuda.nccl, "reduce", _nccl_reduce(torch.cuda.nccl.reduce))
+    nccl_calls.install(patches)
     for name, function in {
         "_broadcast": _broadcast,
         "_broadcast_coalesced": _broadcast_coalesced,
@@ -50,18 +47,8 @@ def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
     return tensor.to(torch.device("cuda", index))
 
 
-def _connect(tensors: Sequence[torch.Tensor], devices: Sequence[int]) -> None:
-    """CUDA builds for Linux copy by NCCL (``comm.cpp``), which takes memory of its own on each device."""
-    if tensors and isinstance(tensors[0], VirtualTensor) and len(devices) > 1:
-        engine = cast(Engine, engine_of(tensors[0]))
-        for index in devices:
-            if not 0 <= index < engine.device_count:
-                refuse_device(index, engine.device_count)
-        engine.memory.communication.in_one_process(devices)
-
-
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
-    _connect([tensor], devices)
+    nccl_calls.connect([tensor], devices)
     return [_on(tensor, index) for index in devices]
 
 
@@ -69,7 +56,7 @@ def _broadcast_coalesced(
     tensors: Sequence[torch.Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[torch.Tensor]]:
     """One list for each device. They go together in buffers, of which the copies are views (``comm.cpp`` in torch/csrc/cuda)."""
-    _connect(tensors, devices)
+    nccl_calls.connect(tensors, devices)
     copies: list[list[torch.Tensor]] = [[] for _ in devices[1:]]
     for group in _groups(tensors, buffer_size):
         flat = torch._utils._flatten_dense_tensors(group)
@@ -112,47 +99,6 @@ def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) 
         out.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
         at += tensor.shape[dim]
     return out
-
-
-# ---- NCCL in one process, by which CUDA builds for Linux add up the gradients of `torch.nn.DataParallel`
-
-
-def _nccl_is_available(original: Any) -> Any:
-    def is_available(tensors: Any) -> bool:
-        if not any(isinstance(tensor, VirtualTensor) for tensor in tensors):
-            return bool(original(tensors))
-        devices = [tensor.device for tensor in tensors]
-        fit = all(tensor.is_cuda and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors)
-        return fit and len(set(devices)) == len(devices)
-
-    return is_available
-
-
-def _nccl_reduce(original: Any) -> Any:
-    def reduce(inputs: Any, output: Any = None, root: int = 0, *args: Any, **kwargs: Any) -> None:
-        """The sum goes into `output`, which is there; NCCL's own buffers are not PyTorch's."""
-        if not any(isinstance(tensor, VirtualTensor) for tensor in inputs):
-            original(inputs, output, root, *args, **kwargs)
-            return
-        _connect(inputs, [tensor.get_device() for tensor in inputs])
-        written = kwargs.get("outputs", output)
-        if not isinstance(written, torch.Tensor):
-            written = (written or inputs)[root]
-        values.forget(written)
-        if engine_of(written).computes:
-            sum_up(written, inputs)
-
-    return reduce
-
-
-def sum_up(written: Any, inputs: Any) -> None:
-    """The values of a sum over devices, which need no memory there."""
-    hosts: list[Any] = [engine_of(tensor).host_of(tensor) for tensor in inputs]
-    total = hosts[0].clone()
-    for host in hosts[1:]:
-        total += host
-    into: Any = engine_of(written).host_of(written)
-    into.copy_(total)
 
 
 # ---- groups
