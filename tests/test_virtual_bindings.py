@@ -234,3 +234,18 @@ def test_pinned_memory_of_a_loader_is_used_again() -> None:
     assert sum(batch.to("cuda", non_blocking=True).shape[0] for (batch,) in loader) == 40
     assert _host_stats("active_requests.allocated")[0] == 10
     assert _host_stats("num_host_alloc")[0] < 10
+
+
+def test_what_goes_to_another_process_is_reduced_as_its_pickler_does_it_and_memory_has_no_handle() -> None:
+    tensor = torch.arange(6.0, device="cuda").view(2, 3)[1:]
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    rebuild, given = reduce_tensor(tensor)
+    received = rebuild(*given)
+    assert received.is_cuda
+    assert received.shape == (1, 3)
+    assert torch.cuda.memory_allocated() == 512
+    with pytest.raises(NotImplementedError, match=r"no handle that another process could open: send the tensor itself"):
+        tensor.untyped_storage()._share_cuda_()
+    host = torch.ones(2)
+    assert reduce_tensor(host)[0] is not rebuild

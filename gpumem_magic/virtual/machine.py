@@ -378,7 +378,7 @@ class VirtualMachine:
             attempt(storages.install, self.engine)
             attempt(wrappers.install)
             attempt(saving.install, self.engine.computes)
-            sharing.install()
+            sharing.install(self._patches)
             surroundings.install(self._patches, self.engine, self.pinned)
             attempt(profiling.install, self, self._factories)
             collector.install(self._patches)

@@ -6,6 +6,7 @@ is known of the values is the same bytes of the host in both processes.
 
 from __future__ import annotations
 
+import importlib
 import os
 import weakref
 from multiprocessing.reduction import ForkingPickler
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
@@ -22,8 +24,10 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 _received: weakref.WeakValueDictionary[tuple[int, int], Any] = weakref.WeakValueDictionary()
 
 
-def install() -> None:
-    """For good: the pickler that is told belongs to `multiprocessing`. In its table the classes are PyTorch's own, as in any."""
+def install(patches: Patches) -> None:
+    """The pickler is told for good, which belongs to `multiprocessing`. In its table the classes are PyTorch's own, as in any."""
+    # (Libraries that hand weights on to other processes ask for what the pickler would.)
+    patches.set(importlib.import_module("torch.multiprocessing.reductions"), "reduce_tensor", _reduced)
     for kind in (torch.Tensor, torch.nn.Parameter):
         ForkingPickler.register(kind, _reduced)
 

@@ -11,6 +11,11 @@ from gpumem_magic.virtual.engine.computing import ComputingEngine
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.refusals import CannotRun
 
+_NO_HANDLE = (
+    "memory of a virtual GPU has no handle that another process could open: send the tensor itself, through a queue of "
+    "torch.multiprocessing, or run this line on a real GPU"
+)
+
 
 def install(patches: Patches, engine: Engine) -> None:
     """Replaces what `torch.UntypedStorage` inherits, which would say that the storage is on the meta device."""
@@ -23,6 +28,7 @@ def install(patches: Patches, engine: Engine) -> None:
     original_getitem = kind.__getitem__
     original_setitem = kind.__setitem__
     original_fill = kind.fill_
+    original_share = kind._share_cuda_
 
     def placed(storage: Any) -> Any:
         """Where a storage lies on a device; None for others. (C++ was told that those of devices are on meta.)"""
@@ -107,7 +113,14 @@ def install(patches: Patches, engine: Engine) -> None:
         view.fill_(value)
         return self
 
+    def share(self: Any, *args: Any) -> Any:
+        """(What `torch.multiprocessing` sends goes another way: `sharing`.)"""
+        if placed(self) is None:
+            return original_share(self, *args)
+        raise CannotRun(_NO_HANDLE)
+
     patches.set(kind, "__new__", staticmethod(made))
+    patches.set(kind, "_share_cuda_", share)
     patches.set(kind, "__getitem__", getitem)
     patches.set(kind, "__setitem__", setitem)
     patches.set(kind, "fill_", fill_)
