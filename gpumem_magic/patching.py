@@ -29,8 +29,8 @@ from gpumem_magic.uninterrupted import whole
 _Answer = TypeVar("_Answer")
 _MISSING: Any = object()
 
-# Of a function that is replaced: whether somebody is there to be asked first, and how (the name's function, what it was called
-# with); None where nobody ever is.
+# Of a function that is replaced: whether somebody is there to be asked first, and how (the name's function, the one in its
+# place, what it was called with); None where nobody ever is.
 First = Callable[[Any], "tuple[Callable[[], bool], Callable[..., Any]] | None"]
 
 
@@ -288,7 +288,7 @@ def _relayed(owner: Any, name: str, value: Any, own: Any, first: First) -> tuple
             __tracebackhide__ = True
             try:
                 if asked is not None and ask is not None and asked() and not one.retired:
-                    return ask(getattr(placed, accessor) if accessor else placed, args, kwargs)
+                    return ask(getattr(placed, accessor) if accessor else placed, one.target, args, kwargs)
                 return one.target(*args, **kwargs)
             except Exception as error:
                 # An error that is kept must keep no tensors that the program itself does not keep.

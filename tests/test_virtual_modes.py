@@ -202,3 +202,53 @@ def test_a_mode_changes_neither_values_nor_memory(mode: Any) -> None:
     with mode():
         watched = _train(), torch.cuda.max_memory_allocated()
     assert watched == plain
+
+
+redispatch = getattr(torch.overrides, "redispatch_function", None)
+
+
+class PassedOn(Functions):
+    """Passes each call on, and goes on seeing what is called inside."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, None))
+        assert len(self.seen) < 50
+        with self:
+            return redispatch(func, types, args, kwargs or {})
+
+
+class Told(torch.Tensor):
+    seen: list[str]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(func.__name__)
+        return redispatch(func, types, args, kwargs or {})
+
+
+def _several(tensor: torch.Tensor) -> None:
+    tensor.to(torch.float64)
+    tensor.type_as(torch.ones(1, dtype=torch.float64))
+    torch.ones_like(tensor)
+    tensor.new_zeros(2)
+    _ = tensor.device, tensor.data, tensor + 1
+
+
+SEVERAL = ["to", "type_as", "ones_like", "new_zeros", "__get__", "__get__", "add"]
+
+
+@pytest.mark.skipif(redispatch is None, reason="newer than this PyTorch")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_mode_passes_calls_on(device: str) -> None:
+    made = torch.zeros(3, device=device)
+    with PassedOn() as mode:
+        _several(made)
+        torch.zeros(3, device=device)
+    assert [name for name in mode.names if name != "ones"] == [*SEVERAL, "zeros"]
+
+
+@pytest.mark.skipif(redispatch is None, reason="newer than this PyTorch")
+def test_a_class_passes_calls_on() -> None:
+    Told.seen = []
+    _several(torch.zeros(3).as_subclass(Told))
+    assert Told.seen == SEVERAL

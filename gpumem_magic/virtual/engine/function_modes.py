@@ -7,7 +7,6 @@ name, and the function runs when the mode calls it, without the mode. So does wh
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from types import BuiltinFunctionType, GetSetDescriptorType, MethodDescriptorType
 from typing import Any
 
@@ -15,15 +14,23 @@ import torch
 import torch.fft
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-# Whether a mode is on in this thread that is to be asked. (Of None nothing else could be found.)
-are_on: Callable[[], bool] = partial(has_torch_function_unary, None)
+from gpumem_magic.looks.tensors import no_functions
+
+# Whether a mode is on in this thread.
+are_on: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 _OF_FFT = torch.fft.fftfreq.__self__
 
 
-def ask(public: Any, args: Any, kwargs: Any) -> Any:
-    """What the modes that are on make of a call; the function itself is asked last, by the last of them."""
-    return handle_torch_function(public, (), *args, **kwargs)
+def ask(public: Any, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What the modes that are on make of a call, by the function's public name; the function itself is asked last, by the last of
+    them. own: what they are asked before."""
+    # (Of None nothing else could be found. The question uses up that somebody has passed this call on, of which nobody is to be
+    # asked: `torch.overrides.redispatch_function`.)
+    if has_torch_function_unary(None):
+        return handle_torch_function(public, (), *args, **kwargs)
+    with no_functions():
+        return own(*args, **kwargs)
 
 
 def asked_first(original: Any) -> tuple[Callable[[], bool], Callable[..., Any]] | None:

@@ -589,7 +589,7 @@ def _asked_first(name: str, method: Any) -> Any:
         __tracebackhide__ = True
         try:
             if function_modes.are_on():
-                return function_modes.ask(getattr(torch.Tensor, name), (self, *args), kwargs)
+                return function_modes.ask(getattr(torch.Tensor, name), method, (self, *args), kwargs)
             return method(self, *args, **kwargs)
         except Exception as error:
             if not of_c:
@@ -599,7 +599,7 @@ def _asked_first(name: str, method: Any) -> Any:
 
     def answered(self: Any) -> Any:
         if function_modes.are_on():
-            return function_modes.ask(getattr(torch.Tensor, name).__get__, (self,), {})
+            return function_modes.ask(getattr(torch.Tensor, name).__get__, method.fget, (self,), {})
         return method.fget(self)
 
     if isinstance(method, property):
