@@ -138,6 +138,10 @@ def test_a_shuffle_is_filled_at_its_numbers(deterministic: None) -> None:
     torch.use_deterministic_algorithms(False)
     plain = made(lambda: torch.randperm(50, device="cuda"))
     numbers = plain.index(400, 1)
+    # (A number of the result's type says first whether it can hold them all.)
+    assert [
+        made(lambda kind=kind: torch.randperm(50, device="cuda", dtype=kind))[1] for kind in (None, torch.half)
+    ] == [8, 2]
     assert filled == [*plain[: numbers + 1], 8, *plain[numbers + 1 :]]
 
 

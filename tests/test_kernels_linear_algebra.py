@@ -378,3 +378,11 @@ def test_tolerances_of_a_rank_are_numbers_on_the_device() -> None:
     assert linalg.matrix_rank(torch.zeros(0, 4, 0, device="cuda")).shape == (0,)
     with pytest.raises(RuntimeError, match="at least 2 dimensions"):
         linalg.matrix_rank(torch.zeros(3, device="cuda"))
+
+
+def test_what_is_given_to_be_written_grows_in_the_order_of_the_results() -> None:
+    x = torch.eye(33, device="cuda")
+    given = [torch.empty(0, device="cuda") for _ in range(3)]
+    # Vectors of both sides before the values, as an H100 was asked with 2.11; and of eigenvalues.
+    assert made(lambda: torch.linalg.svd(x, out=given))[:3] == [4356, 4356, 132]
+    assert made(lambda: torch.linalg.eigh(x, out=[torch.empty(0, device="cuda") for _ in range(2)]))[:2] == [4356, 132]

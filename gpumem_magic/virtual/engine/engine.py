@@ -598,9 +598,9 @@ class Engine:
         if call is not None and call[1] is args and call[0] is func and call[2] is kwargs:
             self._answer = answer
 
-    def run(self, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    def run(self, func: Any, args: Any, kwargs: Any, device: int, order: Sequence[int] | None = None) -> Any:
         """The ordinary way: shape by the fake mode, memory for every storage that is new in the result, and then what the
-        kernel takes besides."""
+        kernel takes besides. order: of several results that were given, in which they become larger."""
         met = self._met.get(id(func)) or self._meet(func)
         shapes = [one.shape for one in _written(func, kwargs)] if met.resizes else ()
         out = self.fake_call(func, args, kwargs) if met.like is None else self._into(met, args, kwargs)
@@ -610,7 +610,7 @@ class Engine:
             out = met.on_host(self, func, out, device)
         self.settle(out, met.allocates)
         if met.resizes:
-            self._follow_resized(out)
+            self._follow_resized(out if order is None else tuple(out[place] for place in order))
         self._beside(met, func, args, kwargs, out, device)
         return out
 

@@ -597,9 +597,9 @@ def _eigh_kernel(*_: Any, **named: Any) -> str:
 
 
 def _results(engine: Engine, func: Any, args: Any, kwargs: Any, device: int, order: Sequence[int]) -> Any:
-    """An operator's results, which come in this order; those that ``out=`` names are there."""
+    """An operator's results, which come in this order; those that ``out=`` names become larger in it."""
     if func._schema.is_mutable:
-        return engine.run(func, args, kwargs, device)
+        return engine.run(func, args, kwargs, device, order)
     out = engine.fake_call(func, args, kwargs)
     engine.settle(tuple(out[place] for place in order))
     return out

@@ -311,7 +311,7 @@ def _hold_for_mode(engine: Engine, device: int, dtype: torch.dtype, count: int, 
 def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
     """What `randperm` holds: the numbers in order, and random keys by which these are sorted (``Randperm.cu``).
 
-    The keys' range comes first, for a moment.
+    For a moment a number of the result's type comes first (`check_supported_max_int_with_precision` in ``TensorFactories.h``).
     """
     count, item = numbers.numel(), numbers.element_size()
     if not count:
@@ -319,7 +319,7 @@ def hold_for_shuffle(engine: Engine, device: int, numbers: Any) -> None:
     # So many bits that with nine in ten no two keys are the same.
     bits = min(64, ceil(log2(count - (6 * count**2 + 1) / (12 * log(0.9)))))
     key = 4 if bits <= 32 else 8
-    with engine.scratch(device, _INDEX):
+    with engine.scratch(device, item):
         pass
     with engine.scratch(device, count * item):
         growing.fill(engine, device, item)
