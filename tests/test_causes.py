@@ -844,6 +844,14 @@ GUILTY += [
         "`h.retain_grad()` (line 5)",
     ),
     Case(
+        "matrices_of_rows",
+        (
+            "rows, given = mib(4).view(-1, 32), mib(1).view(-1, 8)",
+            "made = nn.Linear(8, 32 * 32).cuda()\ny = torch.bmm(rows[:, None], made(given).view(-1, 32, 32)).sum()",
+        ),
+        "each of 32,768 rows with a matrix of its own",
+    ),
+    Case(
         "asked_for",
         (
             "def run(x, output_states=False):\n    kept = [x.add(n) for n in range(6)]\n"

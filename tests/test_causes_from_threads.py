@@ -459,3 +459,116 @@ def test_repeated_heads_are_not_said_to_be_free_everywhere() -> None:
             book.cell("del k, y")
             peaks[card] = peak_with(book, cell + as_they_are)
     assert peaks["A100"] < 80 < 256 < peaks["T4"]
+
+
+STATES = """
+cells = nn.ModuleList(nn.LSTMCell(256, 256) for _ in range(2)).cuda()
+zero, xs = torch.zeros(8192, 256, device="cuda"), torch.randn(6, 8192, 256, device="cuda")
+def step(x, state):
+    new = []
+    for cell, (h, c) in zip(cells, state):
+        h, c = cell(x, (h, c))
+        x = h
+        new.append({each})
+    return x, {whole}
+state = {begin}
+"""
+
+
+@pytest.mark.parametrize(
+    ("each", "whole", "code"),
+    [
+        ("(h, c)", "tuple(new)", "tuple(tuple(one.detach() for one in part) for part in state)"),
+        ("[h, c]", "new", "[[one.detach() for one in part] for part in state]"),
+    ],
+)
+def test_states_in_states_are_detached_each(each: str, whole: str, code: str) -> None:
+    turn = "for x in xs:\n    out, state = step(x, state)\n    out.mean().backward(retain_graph=True)"
+    with notebook("T4") as book:
+        begin = "[(zero, zero), (zero, zero)]" if whole == "new" else "((zero, zero), (zero, zero))"
+        book.cell(STATES.format(each=each, whole=whole, begin=begin))
+        report = book.measured(turn)
+        (cause,) = [one for one in report.causes if one.name == "kept_graphs"]
+        assert f"`state = {code}` after each iteration" in cause.remedy, cause.remedy
+        book.cell(f"state = {begin}; del out")
+        after = book.measured(f"{turn}\n    state = {code}")
+        assert after.error is None
+        assert "kept_graphs" not in names(after)
+        assert after.peak.allocated < report.peak.allocated - 0.7 * cause.bytes
+
+
+COPIED = """
+import copy
+model = nn.Sequential(nn.Linear(1024, 2048), nn.ReLU(), nn.Linear(2048, 1024)).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+x = torch.zeros(16, 1024, device="cuda")
+def step():
+    optimizer.zero_grad(); model(x).mean().backward(); optimizer.step()
+"""
+FOLLOWS = (
+    "shadow = {{name: p.detach().clone(){cpu} for name, p in model.named_parameters()}}\nfor _ in range(4):\n    step()\n"
+    "    for name, p in model.named_parameters():\n        shadow[name].mul_(0.9).add_(p.data{cpu}, alpha=0.1)"
+)
+RUNS = (
+    "reference = copy.deepcopy(model){half}\nfor _ in range(4):\n    step()\n    with torch.no_grad():\n"
+    "        reference(x{half})"
+)
+
+
+@pytest.mark.parametrize(
+    ("cell", "changed", "part"),
+    [
+        (FOLLOWS.format(cpu=""), FOLLOWS.format(cpu=".cpu()"), 1.0),
+        (RUNS.format(half=""), RUNS.format(half=".bfloat16()"), 0.5),
+    ],
+)
+def test_what_is_said_of_a_second_copy_comes_of_it(cell: str, changed: str, part: float) -> None:
+    with notebook("T4") as book:
+        book.cell(COPIED)
+        report = book.measured(cell)
+        (cause,) = [one for one in report.causes if one.name == "second_copy"]
+        assert ("would take nothing here" if part == 1.0 else "half of that") in cause.remedy
+        book.cell("shadow = reference = None; optimizer.zero_grad()")
+        saved = report.peak.allocated - book.measured(changed).peak.allocated
+        assert abs(saved - part * cause.bytes) < 0.02 * report.peak.allocated
+
+
+def test_the_copies_of_the_best_epoch_on_the_host_have_the_peak_that_is_told() -> None:
+    cell = "for _ in range(3):\n    step()\n    best = copied(model.state_dict())\n    states = copied(optimizer.state_dict())"
+    setup = "optimizer = torch.optim.AdamW(model.parameters())\nfrom torch.utils._pytree import tree_map\n"
+    host = "def copied(states):\n    return tree_map(lambda one: one.cpu() if isinstance(one, torch.Tensor) else one, states)"
+    with notebook("T4") as book:
+        book.cell(f"{COPIED}{setup}copied = copy.deepcopy")
+        (cause,) = [one for one in book.measured(cell).causes if one.name == "built_beside"]
+    with notebook("T4") as book:
+        book.cell(f"{COPIED}{setup}{host}")
+        assert abs(peak_with(book, cell) - promised(cause)) < 1
+
+
+EDGES = """
+import torch.utils.checkpoint
+made = nn.Linear(8, 48 * 48).cuda()
+rows, given = torch.zeros(20000, 48, device="cuda"), torch.zeros(20000, 8, device="cuda")
+def messages(rows, given):
+    return torch.bmm(rows[:, None], made(given).view(-1, 48, 48))[:, 0]
+"""
+
+
+def test_a_matrix_for_each_row_takes_little_some_rows_at_a_time() -> None:
+    with notebook("T4") as book:
+        book.cell(EDGES)
+        report = book.measured("messages(rows, given).mean().backward()")
+        (cause,) = [one for one in report.causes if one.name == "matrices_of_rows"]
+        assert "multiplies each of 20,000 rows with a matrix of its own, (48, 48): 176 MiB" in cause.text
+        book.cell("made.zero_grad()")
+        peak = peak_with(
+            book,
+            "parts = zip(rows.split(1000), given.split(1000))\n"
+            "whole = [torch.utils.checkpoint.checkpoint(messages, *one, use_reentrant=False) for one in parts]\n"
+            "torch.cat(whole).mean().backward()",
+        )
+        assert peak < 60 < report.peak.allocated / 2**20
+        # One matrix for many rows is none of each.
+        book.cell("made.zero_grad()")
+        report = book.measured("torch.bmm(rows.view(40, 500, 48), made(given[:40]).view(-1, 48, 48)).mean().backward()")
+        assert "matrices_of_rows" not in names(report)

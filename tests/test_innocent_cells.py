@@ -55,6 +55,7 @@ DESCRIBING = frozenset(
         "unused_models",
         "retained_gradients",
         "asked_for",
+        "matrices_of_rows",
     }
 )
 LEAST_CELLS = 200

@@ -103,6 +103,7 @@ DETECTORS: tuple[Detector, ...] = (
     batches.whole_batch,
     batches.large_images,
     operators.grown_results,
+    operators.matrices_of_rows,
     operators.wide_copies,
     operators.wide_losses,
     joins.joined_in_a_loop,
@@ -140,6 +141,7 @@ DESCRIBING = frozenset(
         "unused_models",
         "retained_gradients",
         "asked_for",
+        "matrices_of_rows",
         _SOUND,
         shortage.NAME,
     }
@@ -161,6 +163,7 @@ _COVERED = {
     "map_location_missing": ("held_checkpoint",),
     "loaded_beside": ("held_checkpoint", "map_location_missing"),
     "all_pairs": ("attention_scores",),
+    "grown_result": ("matrices_of_rows",),
     # (Of what no backward goes through there is less to be computed in parts.)
     "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),

@@ -34,7 +34,7 @@ from gpumem_magic.causes.places import (
 )
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
-from gpumem_magic.owners.holders import ELEMENT, detach_words
+from gpumem_magic.owners.holders import ELEMENT, detach_words, detached
 from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
 from gpumem_magic.report.model import Cause
@@ -94,11 +94,13 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         carrier = f"{owner}.{attribute}"
         names = [one for one in [main.place, *others] if one != owner and not one.startswith(carrier)]
         several = main.place.startswith(f"{carrier}[")
-        detached = f"tuple(one.detach() for one in {carrier})" if several else f"{carrier}.detach()"
+        kinds = (_containers(main.held, carrier) or ("tuple",)) if several else ()
+        code = detached(carrier, kinds)
+        carry = f"Carry on `{code}`" if code else f"`.detach()` the tensors that `{carrier}` carries on"
         yield Cause(
             "kept_graphs",
             _carried_on(carrier, place, names, count, freed),
-            f"Carry on `{detached}`: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
+            f"{carry}: the graph then ends with its iteration, and `retain_graph=True` is not needed.",
             freed,
         )
         return
@@ -178,14 +180,26 @@ def _state_carried_on(scene: Scene, main: Spot, others: Sequence[str], count: in
         return None
     name, where = next((one for one in states if one[0] == first), states[0])
     rest = [one for one in names if one != name]
+    kinds = _containers([one for one in scene.held if one.kind in ("graph", "tensor")], name)
     also = [one for one in rest if scene.program.sums_up(one)]
     added = f"; add numbers to {listed(list(map(quoted, also)))} (`.item()`)" if also else ""
     return Cause(
         "kept_graphs",
         _carried_on(name, where, rest, count, freed),
-        f"{detach_words(name, types.get(name, ''))} after each iteration ends the graph there{added}.",
+        f"{detach_words(name, *(kinds or (types.get(name, ''),)))} after each iteration ends the graph there{added}.",
         freed,
     )
+
+
+def _containers(held: Iterable[Held], place: str) -> tuple[str, ...]:
+    """The classes of the containers from a place down to its tensors, the outermost first; () where they differ."""
+    found = set()
+    for one in held:
+        kinds = [station.type for station in one.trail]
+        number = next((at for at, station in enumerate(one.trail) if station.place == place), None)
+        if number is not None and kinds[-1] == "Tensor":
+            found.add(tuple(kinds[number:-1]))
+    return found.pop() if len(found) == 1 else ()
 
 
 def _without_autograd(scene: Scene, found: Sequence[Spot], *, alone: bool) -> str:

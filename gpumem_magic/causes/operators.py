@@ -37,6 +37,8 @@ _CONVERSIONS = frozenset({"to", "float", "type", "type_as", "_to_copy"})
 # The dimensions of several images.
 _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
+# Two factors of a product of batches; from so many rows on, and such sides, a matrix for each is much.
+_FACTORS, _BATCHED, _MANY_ROWS, _WIDE = 2, 3, 1024, 16
 # A vocabulary, rather than features.
 _WORDS = 4096
 _LOSS_IN_PARTS = (
@@ -59,6 +61,38 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
                 yield cause
                 break
     yield from _grown_gradient(scene)
+
+
+def matrices_of_rows(scene: Scene) -> Iterator[Cause]:
+    """A batched product in which each row has a matrix of its own (edges of a graph, experts that were looked up): what the
+    matrices take, with their gradients."""
+    births = scene.recording.logs[scene.device].births
+    living = [
+        (one, birth)
+        for one in scene.timeline.live_at(scene.moment)
+        if (birth := births.get(one.born)) is not None and birth.shape is not None
+    ]
+    for event, birth in reversed(scene.births):
+        if birth.kernel != "bmm" or birth.node or len(birth.inputs) < _FACTORS:
+            continue
+        (rows, _), (matrices, dtype) = sorted(birth.inputs[:_FACTORS], key=lambda each: prod(each[0]))
+        single = min(rows[-2:], default=0) == 1
+        if len(matrices) != _BATCHED or matrices[0] < _MANY_ROWS or not single or min(matrices[1:]) < _WIDE:
+            continue
+        there = [one.size for one, its in living if prod(its.shape or ()) == prod(matrices) and its.dtype == dtype]
+        if sum(there) < scene.part_of_peak(2):
+            continue
+        alike = Alike(matrices, len(there), sum(there), birth._replace(dtype=dtype), event)
+        in_parts = ", each part in a `torch.utils.checkpoint.checkpoint`" if scene.spans(BACKWARD) else ""
+        yield Cause(
+            "matrices_of_rows",
+            f"{made_by(scene, alike)} multiplies each of {matrices[0]:,} rows with a matrix of its own, "
+            f"{shape_words(matrices[1:])}: {size_words(alike)}.",
+            f"Make and use some of the matrices at a time{in_parts}; one matrix for all, or smaller ones, take less.",
+            alike.bytes,
+            describes=True,
+        )
+        return
 
 
 def wide_copies(scene: Scene) -> Iterator[Cause]:

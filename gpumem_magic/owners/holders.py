@@ -11,6 +11,8 @@ from gpumem_magic.owners.model import Held, Holdings, size_of
 _MOST_TOGETHER = 6
 
 # The stations of a trail that ends at a variable's own tensor, or at an element of the list or dictionary that it is.
+# What tensors are called in code to type, and the containers around them.
+_NAMES_OF_PARTS = ("one", "part")
 ELEMENT = 2
 
 
@@ -110,14 +112,27 @@ def _begins(place: str, name: str) -> bool:
     return place == name or (place.startswith(name) and place[len(name)] in ".[:")
 
 
-def detach_words(name: str, kind: str) -> str:
-    """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values."""
-    if kind == "list":
-        return f"`{name} = [one.detach() for one in {name}]`"
-    if kind == "tuple":
-        return f"`{name} = tuple(one.detach() for one in {name})`"
+def detach_words(name: str, kind: str, *inner: str) -> str:
+    """What to type so that a variable (of the class `kind`) lets go of autograd's graph and keeps its values. inner: the classes
+    of the containers in it, the outermost first."""
+    code = detached(name, [kind, *inner] if kind != "Tensor" else [])
+    return f"`{name} = {code}`" if code else f"`.detach()` on the tensors in `{name}`"
+
+
+def detached(name: str, kinds: Sequence[str]) -> str:
+    """The same values without a graph: `tuple(one.detach() for one in state)`; "" where no short code says it. kinds: the classes
+    of the containers, the outermost first."""
+    if len(kinds) > len(_NAMES_OF_PARTS) or not set(kinds) <= {"list", "tuple", "dict"}:
+        return ""
+    return _detached(name, kinds)
+
+
+def _detached(words: str, kinds: Sequence[str]) -> str:
+    if not kinds:
+        return f"{words}.detach()"
+    kind, *inner = kinds
+    part = _NAMES_OF_PARTS[len(inner)]
+    each = _detached(part, inner)
     if kind == "dict":
-        return f"`{name} = {{key: one.detach() for key, one in {name}.items()}}`"
-    if kind == "Tensor":
-        return f"`{name} = {name}.detach()`"
-    return f"`.detach()` on the tensors in `{name}`"
+        return f"{{key: {each} for key, {part} in {words}.items()}}"
+    return f"[{each} for {part} in {words}]" if kind == "list" else f"tuple({each} for {part} in {words})"
