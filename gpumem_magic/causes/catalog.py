@@ -174,7 +174,16 @@ _COVERED = {
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
     "left_over_copy": ("growth",),
     "pinned_by_view": ("growth",),
-    "unused_graphs": ("growth", "kept_graphs", "missing_no_grad", "retained_graph", "gradients_with_graphs"),
+    # (What a cycle keeps of a graph is no graph that somebody made in vain, whenever Python has collected the rest.)
+    "unused_graphs": (
+        "reference_cycle",
+        "kept_on_ctx",
+        "growth",
+        "kept_graphs",
+        "missing_no_grad",
+        "retained_graph",
+        "gradients_with_graphs",
+    ),
     "waiting_graphs": ("summed_losses", "kept_graphs", "growth", "unused_graphs"),
     "varying_sizes": ("joined_in_a_loop", "growth", "kept_graphs"),
     "kept_by_hook": ("growth", "kept_graphs"),
