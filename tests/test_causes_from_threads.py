@@ -301,6 +301,51 @@ def test_an_optimizer_and_its_model_from_before_go_together() -> None:
         assert abs((before - book.allocated()) / 2**20 - float(freed[1])) < 0.2
 
 
+USERS = """
+import copy, functools
+def average(new, old):
+    with torch.no_grad():
+        for one, other in zip(new.parameters(), old.parameters()):
+            other.lerp_(one, 0.1)
+@torch.no_grad()
+def decorated():
+    average(net, mean)
+def made(new, old):
+    def closure():
+        average(new, old)
+    return closure
+class Trainer:
+    def __init__(self):
+        self.hooks = [made(net, mean)]
+    def run(self):
+        [hook() for hook in self.hooks]
+net = nn.Sequential(*[nn.Linear(2048, 2048) for _ in range(4)]).cuda()
+mean = copy.deepcopy(net)
+closed, part, trainer, tasks = made(net, mean), functools.partial(average, net, mean), Trainer(), {"mean": decorated}
+other = lambda: None
+x = torch.ones(8, 2048, device="cuda")
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "used"),
+    [
+        ("decorated()", True),
+        ("closed()", True),
+        ("part()", True),
+        ("trainer.run()", True),
+        ("tasks['mean']()", True),
+        ("other()", False),
+    ],
+)
+def test_a_model_that_a_function_leads_to_is_used(call: str, used: bool) -> None:
+    with notebook("T4") as book:
+        book.cell(USERS)
+        causes = names(book.measured(f"y = net(x)\n{call}"))
+        assert ("unused_models" not in causes) == used
+
+
+
 ZEROED = """
 for _ in range(3):
     model(x).pow(2).mean().backward()

@@ -6,11 +6,14 @@ import ast
 import linecache
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.looks.fresh import made_anew, names_given
 from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
 from gpumem_magic.owners.traversal import is_users_module
@@ -26,6 +29,8 @@ _CLEARING_NAMES = frozenset({"zero_grad", "grad"})
 # Functions that call functions, so far down.
 _DEPTH = 3
 _MOST = 2000
+# So many of what is in a container, or of an object's attributes.
+_MANY = 200
 
 
 def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
@@ -64,7 +69,8 @@ def only_deleted(source: str) -> frozenset[str]:
 
 
 def mentioned_and_unread(source: str, namespace: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:
-    """The names that a cell uses: those in its text, and those in the functions of the user's that these stand for.
+    """The names that a cell uses: those in its text, those in the functions of the user's that these lead to, and those of what
+    such a function holds (in its closure, or in the object that it belongs to).
 
     And of those the ones that it gives a value before anything reads what they had, itself or such a function.
     """
@@ -78,18 +84,55 @@ def mentioned_and_unread(source: str, namespace: Mapping[str, Any]) -> tuple[fro
 
 
 def _of_functions(words: frozenset[str], namespace: Mapping[str, Any]) -> frozenset[str]:
-    """The names in the functions of the user's that words of a program stand for, and in those that they lead to."""
+    """The names in the functions of the user's that words of a program lead to, and those of the variables whose very objects
+    these lead to."""
     found = set[str]()
-    todo = list(words)
-    seen: set[int] = set()
+    todo = deque(entry(namespace, word) for word in words)
+    seen: dict[int, Any] = {}
+    led_to: set[int] = set()
     while todo and len(seen) < _MOST:
-        for function in _functions_of(entry(namespace, todo.pop())):
-            if id(function) not in seen:
-                seen.add(id(function))
-                fresh = set(_names_in(function.__code__)) - found
-                found |= fresh
-                todo += fresh - words
-    return frozenset(found)
+        thing = todo.popleft()
+        if thing is None or id(thing) in seen:
+            continue
+        # (Kept until the end: an object that was made here must not leave its number to another.)
+        seen[id(thing)] = thing
+        if is_a(thing, FunctionType) and not is_library_file(thing.__code__.co_filename):
+            fresh = set(_names_in(thing.__code__)) - found
+            found |= fresh
+            todo.extend(entry(thing.__globals__, name) for name in fresh)
+        further = [one for one in _led_to(thing) if one is not None]
+        led_to.update(map(id, further))
+        todo.extend(further)
+    led_to &= seen.keys()
+    return frozenset(found) | {name for name, value in items(namespace) if id(value) in led_to}
+
+
+def _led_to(thing: Any) -> Iterator[Any]:
+    """What a function holds, what is in a container, the functions of a class and what its objects keep."""
+    if is_a(thing, FunctionType):
+        yield from _held_by(thing)
+    elif is_a(thing, MethodType):
+        yield from (thing.__func__, thing.__self__)
+    elif type(thing) is partial:
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif is_a(thing, dict):
+        yield from (value for _, value in items(thing)[:_MANY])
+    elif type(thing) in (list, tuple, set, frozenset):
+        yield from list(thing)[:_MANY]
+    else:
+        yield from _functions_of(thing)
+        if not is_a(thing, (type, ModuleType)):
+            yield from (value for _, value in items(attributes(thing))[:_MANY])
+
+
+def _held_by(function: FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        # (One that has no value yet.)
+        with suppress(ValueError):
+            yield cell.cell_contents
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from (value for _, value in items(function.__dict__))
 
 
 def _functions_of(thing: Any) -> Iterator[FunctionType]:
