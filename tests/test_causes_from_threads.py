@@ -345,7 +345,6 @@ def test_a_model_that_a_function_leads_to_is_used(call: str, used: bool) -> None
         assert ("unused_models" not in causes) == used
 
 
-
 ZEROED = """
 for _ in range(3):
     model(x).pow(2).mean().backward()

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,3 +197,21 @@ def test_a_class_that_lists_functions_knows_them(kind: Any, when: str) -> None:
     assert not isinstance(made + 1, Listed)
     gpu.turn_off()
     assert vars(Listed)["__torch_function__"].__func__.__code__ is said.__func__.__code__ or when == "now"
+
+
+class Wrong(torch.Tensor):
+    """Fails."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError(func.__name__)
+
+
+def test_an_error_of_such_a_class_is_its_own() -> None:
+    made = torch.ones(3).as_subclass(Wrong)
+    with pytest.raises(LookupError, match="to") as caught:
+        made.to("cuda")
+    # (The outermost is that of what stands for `Tensor.to`.)
+    names = [Path(str(entry.path)).name for entry in caught.traceback]
+    assert "known_functions.py" not in names
+    assert names[0] == names[-1] == Path(__file__).name

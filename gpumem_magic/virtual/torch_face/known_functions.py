@@ -11,12 +11,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from types import FunctionType
 from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches, behind_relays
+from gpumem_magic.tracebacks import cut
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _TOLD = "__torch_function__"
@@ -45,7 +47,13 @@ def _telling(owner: type, said: Any) -> Callable[..., Any]:
 
     @functools.wraps(said)
     def told(cls: type, func: Any, *args: Any, **kwargs: Any) -> Any:
-        return said(cls, as_known(func) if type(func) is FunctionType else func, *args, **kwargs)
+        __tracebackhide__ = True
+        try:
+            return said(cls, as_known(func) if type(func) is FunctionType else func, *args, **kwargs)
+        except Exception as error:
+            # An error that is kept must keep no tensors that the program itself does not keep.
+            args, kwargs = (), {}
+            raise cut(error)  # noqa: B904
 
     # What Dynamo takes in its place: the class's own.
     told._torchdynamo_inline = said  # type: ignore[attr-defined]
@@ -73,9 +81,10 @@ def _tables(owner: type, said: Any) -> Iterator[Any]:
             if type(found) in _TABLES:
                 yield found
     for cell in said.__closure__ or ():
-        found = getattr(cell, "cell_contents", None)
-        if type(found) in _TABLES:
-            yield found
+        # (One that has no value yet.)
+        with suppress(ValueError):
+            if type(cell.cell_contents) in _TABLES:
+                yield cell.cell_contents
 
 
 class _AsListed:
