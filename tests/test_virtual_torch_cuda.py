@@ -507,6 +507,13 @@ def test_what_a_device_has_no_answer_for_says_so() -> None:
             ask()
 
 
+def test_memory_is_always_cached() -> None:
+    torch.ones(1, device="cuda")
+    torch.cuda.caching_allocator_enable(True)
+    with pytest.raises(RuntimeError, match=r"always caches memory.*caching_allocator_enable\(False\)"):
+        torch.cuda.caching_allocator_enable(False)
+
+
 def test_nothing_runs_on_it() -> None:
     assert (torch.cuda.utilization(), torch.cuda.memory_usage(0)) == (0, 0)
 

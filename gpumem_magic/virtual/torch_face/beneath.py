@@ -54,10 +54,18 @@ def install(patches: Patches, stream_of: Callable[[int], int]) -> None:
         "_cuda_getDefaultStream": lambda device: (0, device, _CUDA),
         "_cuda_setStream": _set_stream,
         "_cuda_cudaCachingAllocator_raw_alloc": lambda size, stream: torch.cuda.caching_allocator_alloc(size),
+        "_cuda_cudaCachingAllocator_enable": _enable_caching,
         "_cuda_getArchFlags": lambda: " ".join(torch.cuda.get_arch_list()),
     }
     for name, function in functions.items():
         patches.set(torch._C, name, function)
+
+
+def _enable_caching(value: bool) -> None:
+    if not value:
+        raise RuntimeError(
+            "a virtual GPU always caches memory: leave `caching_allocator_enable(False)` out here, or run it on a real GPU"
+        )
 
 
 def _set_stream(stream_id: int, device_index: int, device_type: int = _CUDA) -> None:
