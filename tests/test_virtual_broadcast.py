@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import replicate
+from torch.nn.parallel import comm, replicate
 
 from gpumem_magic.virtual import gpu
 
@@ -55,3 +55,28 @@ def test_copies_are_views_of_their_buffer() -> None:
     copy = replicate(module, [0, 1])[1]
     assert [tuple(one.shape) for one in copy] == [(MIB,)] * 3
     assert len({one.untyped_storage().data_ptr() for one in copy}) == 1
+
+
+@pytest.mark.parametrize("values", ["real", "stand-in"])
+def test_copies_go_into_tensors_that_are_there(values: str) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"2xT4,values={values}")
+    source = torch.arange(12.0, device="cuda:0").view(4, 3)
+    both = [torch.empty(2, 3, device=f"cuda:{index}") for index in range(2)]
+    whole, other = torch.empty(4, 3, device="cuda:0"), torch.empty(4, 3, device="cuda:1")
+    before = [torch.cuda.memory_allocated(index) for index in range(2)]
+    assert comm.scatter(source, out=both)[1] is both[1]
+    assert comm.gather(both, out=whole) is whole
+    assert comm.broadcast(source, out=[other])[0] is other
+    assert [torch.cuda.memory_allocated(index) for index in range(2)] == before
+    if values == "real":
+        assert torch.equal(whole.cpu(), source.cpu())
+        assert torch.equal(other.cpu(), source.cpu())
+    with pytest.raises(RuntimeError, match="3 instead of 4"):
+        comm.scatter(source, out=[both[0], both[1][:1]])
+    with pytest.raises(RuntimeError, match="at least one output tensor"):
+        comm.scatter(source, out=[])
+    with pytest.raises(RuntimeError, match="same shape as the source"):
+        comm.broadcast(source, out=[both[1]])
+    with pytest.raises(RuntimeError, match="to be CUDA tensors"):
+        comm.broadcast(source, out=[source.cpu()])

@@ -35,8 +35,11 @@ def install(patches: Patches, engine: Engine) -> None:
     for name, function in {
         "_broadcast": _broadcast,
         "_broadcast_coalesced": _broadcast_coalesced,
+        "_broadcast_out": _broadcast_out,
         "_scatter": _scatter,
+        "_scatter_out": _scatter_out,
         "_gather": _gather,
+        "_gather_out": _gather_out,
         "_nccl_version": lambda: _NCCL[0] << 32 | _NCCL[1] << 16 | _NCCL[2],
         "_nccl_version_suffix": lambda: b"",
     }.items():
@@ -50,6 +53,22 @@ def _on(tensor: torch.Tensor, index: int) -> torch.Tensor:
 def _broadcast(tensor: torch.Tensor, devices: Sequence[int]) -> list[torch.Tensor]:
     nccl_calls.connect([tensor], devices)
     return [_on(tensor, index) for index in devices]
+
+
+def _broadcast_out(tensor: torch.Tensor, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Into tensors that are there (``comm.cpp``, also for the two below, and what they refuse)."""
+    for place, out in enumerate(outs):
+        if not out.is_cuda:
+            raise RuntimeError(
+                f"Expected all output tensors to be CUDA tensors, but output tensor at index {place} has device {out.device}"
+            )
+        if out.shape != tensor.shape:
+            raise RuntimeError(
+                f"Expected all output tensors to have same shape as the source {list(tensor.shape)}, but output tensor at index "
+                f"{place} has shape {list(out.shape)}"
+            )
+    nccl_calls.connect([tensor], [out.get_device() for out in outs])
+    return [out.copy_(tensor) for out in outs]
 
 
 def _broadcast_coalesced(
@@ -87,17 +106,30 @@ def _scatter(
     return [_on(chunk, index).contiguous() for chunk, index in zip(chunks, devices, strict=False)]
 
 
+def _scatter_out(tensor: torch.Tensor, outs: Sequence[torch.Tensor], dim: int, streams: Any) -> list[torch.Tensor]:
+    if not outs:
+        raise RuntimeError("Expected at least one output tensor to scatter to")
+    sizes = [out.shape[dim] for out in outs]
+    if sum(sizes) != tensor.shape[dim]:
+        raise RuntimeError(
+            f"Total size for output tensors along scatter dim {dim} does not match the source tensor size at dim {dim}: "
+            f"{sum(sizes)} instead of {tensor.shape[dim]}"
+        )
+    return [out.copy_(chunk) for out, chunk in zip(outs, tensor.split(sizes, dim), strict=True)]
+
+
 def _gather(tensors: Sequence[torch.Tensor], dim: int, destination: int | None) -> torch.Tensor:
     if destination == -1:
         return torch.cat([tensor.cpu() for tensor in tensors], dim)
     index = tensors[0].get_device() if destination is None else destination
     shape = list(tensors[0].shape)
     shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    out = torch.empty(shape, dtype=tensors[0].dtype, device=torch.device("cuda", index))
-    at = 0
-    for tensor in tensors:
-        out.narrow(dim, at, tensor.shape[dim]).copy_(tensor)
-        at += tensor.shape[dim]
+    return _gather_out(tensors, torch.empty(shape, dtype=tensors[0].dtype, device=torch.device("cuda", index)), dim)
+
+
+def _gather_out(tensors: Sequence[torch.Tensor], out: torch.Tensor, dim: int) -> torch.Tensor:
+    for part, tensor in zip(out.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
+        part.copy_(tensor)
     return out
 
 
