@@ -78,8 +78,10 @@ def test_it_takes_none_of_the_allocators_memory_and_leaves_no_value_known() -> N
         (lambda: nccl.all_reduce([each(1)[0], torch.ones(1, device="cuda:1").half()]), "same Tensor dtype"),
         (
             lambda: nccl.all_reduce([torch.ones(2, 2, device="cuda").t(), torch.ones(2, 2, device="cuda:1")]),
-            "contiguous",
+            "all inputs and outputs have to be contiguous",
         ),
+        (lambda: nccl.broadcast(each(1, 2), root=2), "invalid root"),
+        (lambda: nccl.reduce(each(1, 2), root=-1), "invalid root"),
     ],
 )
 def test_what_nccl_does_not_take_is_refused_as_it_refuses_it(call: Callable[[], None], words: str) -> None:

@@ -25,6 +25,7 @@ from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
     chooses_an_object,
+    chooses_what_is_printed,
     ends_a_loop,
     is_printed,
     leads_to,
@@ -483,13 +484,46 @@ def test_which_lines_are_printed(tmp_path: Path, code: str, printed: bool) -> No
     assert is_printed(*read_in(tmp_path, code)) is printed
 
 
+@pytest.mark.parametrize(
+    ("code", "chosen"),
+    [
+        ("if not (y == x.cpu()).all():\n    print('they differ')", True),
+        (
+            "def same(a, b):\n    return (a == x.item())\nif same(1, 2):\n    print('same')\nelse:\n    print('other')",
+            True,
+        ),
+        ("loss = x.item()\nif loss < best:\n    best = loss\n    logger.info('better')", True),
+        # A value; a check for what is none; work, which is said as such; nothing that shows; and what goes by something else.
+        ("loss = x.item()\nif step % 9 == 0:\n    print(loss)", False),
+        ("if x.isnan().any():\n    print('none')", False),
+        ("if x.item() > 2:\n    print(train(z))", False),
+        ("import math\nif x.item() > 2:\n    y = math.log(2)", False),
+        ("if x.item() > 2:\n    raise ValueError(print)", False),
+    ],
+)
+def test_which_lines_choose_what_is_printed(tmp_path: Path, code: str, chosen: bool) -> None:
+    assert chooses_what_is_printed(*read_in(tmp_path, code)) is chosen
+
+
+def test_other_lines_that_are_printed_are_said_behind_the_answer(tmp_path: Path) -> None:
+    """As in a program that says which weights a step changed."""
+    code = "before = x.clone()\nx.add_(1)\nif not (before == x).all():\n    print('changed')\n"
+    first = run(tmp_path, code)
+    assert (
+        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in first
+    )
+    assert "read at `program.py:3`" in first
+    assert not first.startswith("The program may")
+    assert "may print" not in run(tmp_path, "y = x.sum().item()\nif len(x) > 1:\n    print(y)\n")
+
+
 def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> None:
     letters = "abc"
     code = "print(''.join(letters[one % 3] for one in torch.multinomial(x[0].softmax(0), 9, True).tolist()))\n"
     first = run(tmp_path, code, letters=letters)
     assert first.startswith("Of ")
     assert (
-        "The program prints something else on a GPU: it is made of a value that the virtual GPU does not know" in first
+        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in first
     )
     assert "read at `program.py:1`" in first
     # One number is a number; tokens from the host are known.
@@ -908,7 +942,7 @@ def test_a_name_that_is_looked_up_by_a_stand_in_and_printed_is_another_on_a_gpu(
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, done.stderr
     assert (
-        "The program prints something else on a GPU: it is made of a value that the virtual GPU does not know" in said
+        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in said
     )
     assert "A loop may" not in said
 

@@ -116,6 +116,12 @@ def is_printed(file: str, line: int, callers: Sequence[str] = ()) -> bool:
     return reached.goes_by("printed")
 
 
+def chooses_what_is_printed(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+    """Whether an ``if`` in which nothing but printing is done may go by what this line reads."""
+    reached = _reached(file, line, callers, places=places)
+    return reached.goes_by("prints")
+
+
 def looks_up(file: str, line: int, places: _Places = ()) -> bool:
     """Whether something is looked up by what this line reads, as a name in a list of names."""
     reached = _reached(file, line, (), places=places)

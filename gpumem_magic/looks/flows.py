@@ -60,7 +60,7 @@ _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 _Loop = ast.While | ast.For | ast.AsyncFor
 # Where only the truth of a name counts, or its length.
-_OF_TRUTH = ("loop", "each", "branch", "check", "if")
+_OF_TRUTH = ("loop", "each", "branch", "check", "if", "prints")
 # What takes sizes, beside modules and their like, whose names begin with a capital.
 _OF_SIZES = (
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
@@ -77,6 +77,8 @@ _READS = (
 _PRINTS = frozenset((
     "print", "pprint", "write", "writelines", "writerow", "writerows", "display", "secho", "log", "debug", "info", "warning",
 ))  # fmt: skip
+# Of these, what is nothing else by another's name (as `math.log` is), and what a program's readers see.
+_SHOWS = frozenset(("print", "pprint", "display", "secho", "info"))
 # What gives no None, whatever it is given.
 _NEVER_NONE = frozenset((
     *_READS, "str", "len", "abs", "round", "cpu", "cuda", "to", "detach", "clone", "mean", "list", "tuple", "dict", "set",
@@ -137,8 +139,8 @@ class Test(NamedTuple):
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
     test, or all that end it where it has none; "if" is each ``if`` and ``match``, whatever stands in it. A value may have chosen
     the object that is "called", or "asked" to do something. As much is taken of something else (but: what that is) as is "held",
-    or "selected" by a comparison. It is "printed", or something is "looked up" by it. unless: it decides that only where one of
-    these methods is another in a subclass.
+    or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints" is an ``if`` that does nothing but
+    show lines. unless: it decides that only where one of these methods is another in a subclass.
     """
 
     source: Uses
@@ -404,6 +406,8 @@ class _FlowReader:
         unless = frozenset().union(*(one for one in found if one is not None))
         if skips or (not isinstance(node, ast.While) and (works or unless)):
             self._test(test, "branch", unless=frozenset() if works else unless)
+        elif isinstance(node, ast.If) and any(isinstance(one, ast.Call) and called(one) in _SHOWS for one in inner):
+            self._test(test, "prints")
         for one in inner:
             if isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))

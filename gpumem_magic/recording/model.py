@@ -160,8 +160,9 @@ class StandIn:
     of what the line reads: that a "loop" ends, a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
     is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
-    printed, or a text that is made of them ("text"). latest: nothing was read after it. caller: where a library read, the
-    line of the program's own that called it. fails: the error that ended the program may come of what the line read.
+    printed, or a text that is made of them, or an ``if`` that only prints goes by it ("text"). latest: nothing was read after
+    it. caller: where a library read, the line of the program's own that called it. fails: the error that ended the program may
+    come of what the line read.
     """
 
     line: str

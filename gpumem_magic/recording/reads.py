@@ -12,6 +12,7 @@ from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
     chooses_an_object,
+    chooses_what_is_printed,
     ends_a_loop,
     forget,
     goes_by_an_if,
@@ -136,6 +137,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
         return "check"
     if stepping:
         return "step"
+    if any(chooses_what_is_printed(*one) for one in asked):
+        return "text"
     # Tokens become a text, which looks like one, and so does a name of a list; a single number is seen to be zero.
     told = listed or (whole and looks_up(*read, within))
     return "text" if told and any(is_printed(*place) for place in (read, *stack[own:])) else ""

@@ -46,7 +46,7 @@ _DOUBTS = {
     "selection": ("A selection may have another size on a GPU", "it goes by"),
     "check": ("A check for numbers that are not finite may find some on a GPU", "it goes by"),
     "step": ("An optimizer's step may be skipped on a GPU, and its state come later", "`GradScaler` goes by"),
-    "text": ("The program prints something else on a GPU", "it is made of"),
+    "text": ("The program may print something else on a GPU", "it goes by"),
 }
 # The program's way is the same, as far as these tell.
 _MILD = frozenset({"selection", "check", "step", "text"})

@@ -1,8 +1,9 @@
 """NCCL's collectives over several virtual devices in one process (`torch.cuda.nccl`), by which CUDA builds for Linux add up the
 gradients of `torch.nn.DataParallel`, and libraries run the parts of a layer.
 
-They write into tensors that are there; NCCL's own buffers are not PyTorch's. The checks and their words are those of
-``torch/csrc/cuda/nccl.cpp``. The names are those of `torch._C` in CUDA builds; CPU builds do not have them.
+They write into tensors that are there; NCCL's own buffers are not PyTorch's. The checks, their order and their words are those of
+``torch/csrc/cuda/nccl.cpp``, and what is said of an operation that it does not know is NCCL's own (``ncclGetErrorString``).
+The names are those of `torch._C` in CUDA builds; CPU builds do not have them.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ def _is_available(original: Any) -> Any:
 
 def _reduce(inputs: _Tensors, output: Any, root: int, op: int, *how: Any) -> None:
     ready = list(inputs)
+    _check_root(root, ready)
     _begin(ready, [output if place == root else one for place, one in enumerate(ready)])
     _write([output], lambda hosts: [_together(hosts, op)], ready)
 
@@ -74,6 +76,7 @@ def _all_reduce(inputs: _Tensors, outputs: _Tensors, op: int, *how: Any) -> None
 
 
 def _broadcast(inputs: _Tensors, root: int, *how: Any) -> None:
+    _check_root(root, inputs)
     _begin(inputs, inputs)
     others = [one for place, one in enumerate(inputs) if place != root]
     _write(others, lambda hosts: [hosts[root]] * len(others), inputs)
@@ -98,24 +101,34 @@ def _begin(inputs: _Tensors, outputs: _Tensors, larger: int = 1, smaller: int = 
             "inputs and outputs sequences have to be of the same length, "
             f"but got input of length {len(inputs)} and output of length {len(outputs)}"
         )
-    first, devices = inputs[0], [one.get_device() for one in inputs]
-    for one in (*inputs, *outputs):
-        if not one.is_cuda or one.is_sparse:
-            raise RuntimeError("input and output elements have to be cuda dense Tensors")
-        if one.dtype != first.dtype:
-            raise RuntimeError("all inputs and outputs must be of the same Tensor dtype")
-        if not one.is_contiguous():
-            raise RuntimeError("all inputs and outputs must be contiguous")
+    first, devices = inputs[0], list[int]()
     for one, into in zip(inputs, outputs, strict=True):
+        _check_one(one, first.dtype)
         if one.numel() != first.numel():
             raise RuntimeError("all inputs must have the same number of elements")
+        _check_one(into, first.dtype)
         if one.get_device() != into.get_device():
             raise RuntimeError("input and output must be on the same device")
         if into.numel() * smaller != first.numel() * larger:
             raise RuntimeError("output must be of size input_size * size_multiplier")
-    if len(set(devices)) != len(devices):
-        raise RuntimeError("inputs must be on unique devices")
+        if one.get_device() in devices:
+            raise RuntimeError("inputs must be on unique devices")
+        devices.append(one.get_device())
     connect(inputs, devices)
+
+
+def _check_root(root: int, inputs: _Tensors) -> None:
+    if not 0 <= root < len(inputs):
+        raise RuntimeError("invalid root")
+
+
+def _check_one(tensor: Any, dtype: torch.dtype) -> None:
+    if not tensor.is_cuda or tensor.is_sparse:
+        raise RuntimeError("input and output elements have to be cuda dense Tensors")
+    if tensor.dtype != dtype:
+        raise RuntimeError("all inputs and outputs must be of the same Tensor dtype")
+    if not tensor.is_contiguous():
+        raise RuntimeError("all inputs and outputs have to be contiguous")
 
 
 def _write(written: _Tensors, work_out: Callable[[list[Any]], Sequence[Any]], inputs: _Tensors) -> None:
@@ -131,7 +144,7 @@ def _write(written: _Tensors, work_out: Callable[[list[Any]], Sequence[Any]], in
 
 def _together(hosts: Sequence[Any], op: int) -> Any:
     if op not in _ADDING:
-        raise RuntimeError("NCCL Error 4: invalid argument")
+        raise RuntimeError("NCCL Error 4: invalid argument (run with NCCL_DEBUG=WARN for details)")
     total = hosts[0].clone()
     for host in hosts[1:]:
         total = _ADDING[op](total, host)
