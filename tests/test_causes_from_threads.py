@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 from causes_cells import Notebook, names, notebook
 
 from gpumem_magic import Report
+from gpumem_magic.causes.source import mentioned_and_unread
 from gpumem_magic.report.model import Cause
 
 TRANSFORMERS = """
@@ -616,3 +618,35 @@ def test_a_matrix_for_each_row_takes_little_some_rows_at_a_time() -> None:
         book.cell("made.zero_grad()")
         report = book.measured("torch.bmm(rows.view(40, 500, 48), made(given[:40]).view(-1, 48, 48)).mean().backward()")
         assert "matrices_of_rows" not in names(report)
+
+
+def test_a_dataset_that_only_its_loader_leads_to_gives_batches() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "class Frames(torch.utils.data.Dataset):\n    def __init__(self):\n"
+            "        self.frames = torch.empty(900, 3, 1080, 1080, device='cuda')\n    def __len__(self): return 900\n"
+            "    def __getitem__(self, place): return self.frames[place]\n"
+            "ds = Frames()\nloader = torch.utils.data.DataLoader(ds, batch_size=16)"
+        )
+        report = book.measured(
+            "for frames in loader:\n    wide = torch.empty(4 << 30, dtype=torch.uint8, device='cuda')"
+        )
+        (cause,) = [one for one in report.causes if one.name == "data_on_device"]
+        assert cause.text.startswith("The whole dataset lies on the device")
+
+
+def test_a_layer_of_pytorch_leads_to_what_is_in_it_and_to_its_hooks() -> None:
+    def hook(*_: object) -> object:
+        return told  # type: ignore[name-defined]  # noqa: F821
+
+    class Own(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> object:
+            return x + kept  # type: ignore[name-defined]  # noqa: F821
+
+    inner = torch.nn.Linear(2, 2)
+    inner.register_forward_hook(hook)
+    small = torch.nn.Sequential(inner, Own())
+    for one in (small, torch.nn.ModuleList([small])):
+        used, _ = mentioned_and_unread("net(x)", {"net": one, "inner": inner, "own": small[1]})
+        assert {"told", "kept", "inner", "own"} <= used
+    assert "other" not in mentioned_and_unread("net(x)", {"net": small, "other": torch.nn.Linear(2, 2)})[0]

@@ -52,12 +52,15 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
             # Without it the request would have failed all the same.
             continue
         taken = rf"{re.escape(spot.place)}\s*\[|\bin\b[^:\n]*\b{re.escape(spot.place)}\b[^:\n]*:"
-        if spot.root in scene.mentioned and not re.search(taken, scene.typed):
-            # The cell computes with all of it, and takes no batches.
-            continue
         is_dataset = any(
             base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
         )
+        by_its_loader = is_dataset and not any(
+            re.search(rf"\b{re.escape(spot.root)}\b", cell.source) for cell in scene.program.cells[:1]
+        )
+        if spot.root in scene.mentioned and not by_its_loader and not re.search(taken, scene.typed):
+            # The cell computes with all of it, and takes no batches.
+            continue
         whole = "The whole dataset lies on the device" if is_dataset else "Data lies on the device as a whole"
         if (let_go := release(scene, spot)) and quoted(spot.place) == spot.place:
             # Nothing to type: in a suspended generator, say.

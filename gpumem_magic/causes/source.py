@@ -13,6 +13,8 @@ from functools import partial
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+
 from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.looks.fresh import made_anew, names_given
 from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
@@ -31,6 +33,8 @@ _DEPTH = 3
 _MOST = 2000
 # So many of what is in a container, or of an object's attributes.
 _MANY = 200
+# What leads from a layer of PyTorch's, or of another library's, to the user's: those in it, hooks, and a method put in its place.
+_OF_LAYERS = ("_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "forward")
 
 
 def never_clears_gradients(source: str, namespace: Mapping[str, Any]) -> bool:
@@ -90,25 +94,39 @@ def _of_functions(words: frozenset[str], namespace: Mapping[str, Any]) -> frozen
     todo = deque(entry(namespace, word) for word in words)
     seen: dict[int, Any] = {}
     led_to: set[int] = set()
-    while todo and len(seen) < _MOST:
+    kinds: dict[int, tuple[type, bool]] = {}
+    walked = 0
+    while todo and walked < _MOST:
         thing = todo.popleft()
         if thing is None or id(thing) in seen:
             continue
         # (Kept until the end: an object that was made here must not leave its number to another.)
         seen[id(thing)] = thing
+        if _leads_nowhere(thing):
+            continue
+        walked += 1
         if is_a(thing, FunctionType) and not is_library_file(thing.__code__.co_filename):
             fresh = set(_names_in(thing.__code__)) - found
             found |= fresh
             todo.extend(entry(thing.__globals__, name) for name in fresh)
-        further = [one for one in _led_to(thing) if one is not None]
+        further = [one for one in _led_to(thing, kinds) if one is not None]
         led_to.update(map(id, further))
         todo.extend(further)
     led_to &= seen.keys()
     return frozenset(found) | {name for name, value in items(namespace) if id(value) in led_to}
 
 
-def _led_to(thing: Any) -> Iterator[Any]:
-    """What a function holds, what is in a container, the functions of a class and what its objects keep."""
+def _leads_nowhere(thing: Any) -> bool:
+    """A plain value, a tensor that nobody derived from, an empty table: a module of PyTorch's has a dozen of these."""
+    kind = type(thing)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        return True
+    return not dict.__len__(thing) if is_a(thing, dict) else is_a(thing, (int, float, complex, str, bytes))
+
+
+def _led_to(thing: Any, kinds: dict[int, tuple[type, bool]]) -> Iterator[Any]:
+    """What a function holds, what is in a container, the functions of a class and what its objects keep. kinds: by their ids, the
+    classes whose functions were given already, and whether they are layers that are none of the user's."""
     if is_a(thing, FunctionType):
         yield from _held_by(thing)
     elif is_a(thing, MethodType):
@@ -119,10 +137,18 @@ def _led_to(thing: Any) -> Iterator[Any]:
         yield from (value for _, value in items(thing)[:_MANY])
     elif type(thing) in (list, tuple, set, frozenset):
         yield from list(thing)[:_MANY]
-    else:
+    elif is_a(thing, (type, ModuleType)):
         yield from _functions_of(thing)
-        if not is_a(thing, (type, ModuleType)):
-            yield from (value for _, value in items(attributes(thing))[:_MANY])
+    else:
+        kind, kept = type(thing), attributes(thing)
+        if id(kind) not in kinds:
+            functions = list(_functions_of(thing))
+            kinds[id(kind)] = kind, is_a(thing, torch.nn.Module) and not functions
+            yield from functions
+        if kinds[id(kind)][1]:
+            yield from (dict.get(kept, name) for name in _OF_LAYERS)
+        else:
+            yield from (value for _, value in items(kept)[:_MANY])
 
 
 def _held_by(function: FunctionType) -> Iterator[Any]:
