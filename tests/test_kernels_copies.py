@@ -760,3 +760,41 @@ def test_losses_of_margins_copy_what_does_not_lie_in_one_piece() -> None:
     labels = torch.zeros(64, 10, 2, dtype=torch.long, device="cuda")[..., 0]
     assert made(lambda: losses.append(F.multilabel_margin_loss(x, labels, reduction="none"))) == [2560, 5120, 2560, 256]
     assert in_backward(losses[1], x) == [2560, 2560, 5120, 256]
+
+
+def test_a_product_with_a_vector_copies_a_matrix_with_gaps() -> None:
+    """`addmv_out_cuda`: cuBLAS reads rows or columns that lie side by side. Recorded with 2.13's CUDA build."""
+    gaps = torch.zeros(24, 32, 2, device="cuda")[..., 0]
+    rows, columns = torch.zeros(24, device="cuda"), torch.zeros(32, device="cuda")
+    rows @ rows  # (Now the library has its workspace.)
+    copy = 24 * 32 * 4
+    assert made(lambda: torch.addmv(rows, gaps, columns)) == [96, copy]
+    assert made(lambda: gaps @ columns) == [96, copy]
+    assert made(lambda: gaps.mT @ rows) == [128, copy]
+    assert made(lambda: rows.clone().addmv_(gaps, columns)) == [96, copy]
+    # Rows and columns that lie apart are read as they are.
+    whole = torch.zeros(24, 40, device="cuda")
+    assert made(lambda: whole[:, :32] @ columns) == [96]
+    assert made(lambda: whole.mT @ rows) == [160]
+
+
+def test_a_vector_that_is_one_number_is_written_out_first() -> None:
+    gaps = torch.zeros(24, 32, 2, device="cuda")[..., 0]
+    number = torch.zeros(1, device="cuda").expand(32)
+    number @ number  # (Now the library has its workspace.)
+    assert steps(lambda: torch.mv(gaps, number)) == [
+        ("alloc", 96),
+        ("alloc", 128),
+        ("alloc", 3072),
+        ("free_requested", 3072),
+        ("free_requested", 128),
+    ]
+
+
+def test_gradients_of_an_outer_product_copy_one_with_gaps() -> None:
+    first, second = torch.zeros(24, device="cuda").requires_grad_(), torch.zeros(32, device="cuda").requires_grad_()
+    outer = torch.addr(torch.zeros(24, 32, device="cuda"), first, second)
+    gradient = torch.zeros(24, 32, 2, device="cuda")[..., 0]
+    back = lambda: torch.autograd.grad(outer, (first, second), gradient, retain_graph=True)  # noqa: E731
+    back()  # (Now the library has its workspace.)
+    assert made(back) == [96, 3072, 128, 3072]

@@ -474,6 +474,24 @@ def test_a_generator_of_the_same_device_and_matrices_without_elements_are_not_re
     assert torch.linalg.cholesky(zeros(0, 0).half()).shape == (0, 0)
 
 
+@pytest.mark.parametrize("named", [{}, {"device": "cuda"}, {"device": "cuda:0", "dtype": torch.float32}])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_numbers_of_a_normal_distribution_are_drawn_into_what_is_given(named: dict[str, Any], drawn: bool) -> None:
+    out = torch.zeros(10, device="cuda")
+    given = {**named, "generator": torch.Generator("cuda")} if drawn else named
+    before = torch.cuda.memory_allocated()
+    assert torch.normal(0.5, 1.0, (10,), out=out, **given) is out
+    assert torch.cuda.memory_allocated() == before
+    assert torch.rand(10, out=out, **given) is out
+    mean = torch.zeros(3, device="cuda")
+    assert torch.normal(mean=mean, std=1.0, **({"generator": given["generator"]} if drawn else {})).is_cuda
+
+
+def test_no_default_device_counts_for_numbers_of_a_normal_distribution() -> None:
+    with torch.device("cuda"):
+        assert torch.normal(0.0, 1.0, (3,)).is_cpu
+
+
 def test_a_changed_tensor_that_backward_needs_has_its_type_in_the_error() -> None:
     out = zeros(3).requires_grad_().exp()
     out.add_(1)

@@ -50,6 +50,11 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
     _aten.addmm.default: (1, 2),
     _aten.baddbmm.default: (1, 2),
 }
+# Products of a matrix, at this place, and a vector after it.
+_WITH_VECTORS: dict[Any, int] = {
+    **dict.fromkeys(overloads("mv mv.out"), 0),
+    **dict.fromkeys(overloads("addmv addmv_ addmv.out"), 1),
+}
 # The same, once they are there.
 _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -287,6 +292,21 @@ def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device
         if not _lies_right(one) or (one.is_conj() and not _is_transposed(one, in_rows))
     ]
     # (Nothing is copied of any that look so. What is, is there while the library takes its workspace.)
+    return copied or Kernels((), ())
+
+
+@special(*_WITH_VECTORS, table=BESIDE)
+def _product_with_a_vector(
+    engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int
+) -> list[int] | Kernels:
+    """A vector that is one number again and again is written out, then a matrix that cuBLAS cannot read as it lies
+    (`addmv_out_cuda` in ``Blas.cpp``, from 2.1 to 2.13)."""
+    matrix, vector = args[_WITH_VECTORS[func] :][:2]
+    if matrix.layout is not torch.strided or not matrix.numel():
+        return Kernels((), ())
+    copied = copies_of(*(() if vector.stride(0) else (vector,)))
+    if not fits_blas(matrix.shape, matrix.stride()):
+        copied += copies_of(matrix)
     return copied or Kernels((), ())
 
 

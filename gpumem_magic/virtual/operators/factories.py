@@ -50,6 +50,8 @@ _FILLED = ("zeros", "ones", "full")
 _WINDOWS = {"hann_window": 0, "hamming_window": 0, "bartlett_window": 0, "blackman_window": 4, "kaiser_window": 1}
 _LIKE = ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _NEW = ("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros")
+# It asks for no default device, and compares the device that it is told with that of its `out`.
+_OF_NO_DEFAULT = ("normal",)
 # Factories that must see values: made on the host, then copied, as the real ones are.
 _FROM_VALUES = ("tensor", "as_tensor", "asarray", "scalar_tensor")
 # What these are told of the result, and not of how its values come to the host.
@@ -119,10 +121,10 @@ def _means_meta(device: Any) -> bool:
     return device == "meta" or (type(device) is _DEVICE and device.type == "meta" and not is_ours(device))
 
 
-def _check_generator(args: Any, generator: Any) -> None:
-    """For a factory that is given no device, and no tensor to make another like it."""
+def _check_generator(given: Any, generator: Any) -> None:
+    """For a factory that is given no device, and no tensor that says it: another to make one like it, or `out`."""
     kind = torch.get_default_device().type
-    if kind in ("cpu", "cuda") and not any(isinstance(arg, torch.Tensor) for arg in args):
+    if kind in ("cpu", "cuda") and not any(isinstance(one, torch.Tensor) for one in given):
         check_generator(generator, kind)
 
 
@@ -293,7 +295,7 @@ class Factories:
         for name in _SPARSE:
             patches.set(torch, name, self._sparse(getattr(torch, name)))
             makers.add(getattr(torch, name))
-        for name in (*_LIKE, *_QUANTISED):
+        for name in (*_LIKE, *_QUANTISED, *_OF_NO_DEFAULT):
             patches.set(torch, name, self._maker(getattr(torch, name)))
         for name in _NEW:
             patches.set(torch.Tensor, name, self._maker(getattr(torch.Tensor, name)))
@@ -366,7 +368,7 @@ class Factories:
             try:
                 if "device" not in kwargs and "pin_memory" not in kwargs:
                     if "generator" in kwargs:
-                        _check_generator(args, kwargs["generator"])
+                        _check_generator((*args, *kwargs.values()), kwargs["generator"])
                     return original(*args, **kwargs)
                 return make_there(args, kwargs)
             except TypeError:
