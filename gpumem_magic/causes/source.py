@@ -117,9 +117,8 @@ def _of_functions(words: frozenset[str], namespace: Mapping[str, Any]) -> frozen
 
 
 def _leads_nowhere(thing: Any) -> bool:
-    """A plain value, a tensor that nobody derived from, an empty table: a module of PyTorch's has a dozen of these."""
-    kind = type(thing)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    """A tensor, a plain value, an empty table: a module of PyTorch's has a dozen of these."""
+    if is_a(thing, torch.Tensor):
         return True
     return not dict.__len__(thing) if is_a(thing, dict) else is_a(thing, (int, float, complex, str, bytes))
 
