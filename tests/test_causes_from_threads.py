@@ -292,10 +292,14 @@ def test_an_optimizer_and_its_model_from_before_go_together() -> None:
         book.cell(
             "old = nn.Linear(2048, 2048).cuda()\nopt = torch.optim.Adam(old.parameters())\n"
             "old(torch.zeros(8, 2048, device='cuda')).sum().backward()\nopt.step(); opt.zero_grad()\n"
+            "for p in old.parameters():\n    pass\n"
             "best = nn.Linear(2048, 2048).cuda()\nx = torch.zeros(64, 2048, device='cuda')"
         )
         (cause,) = [one for one in book.measured("y = best(x)").causes if one.name == "unused_models"]
         assert cause.text.startswith("This cell uses neither `opt` (32.0 MiB) nor `old` (16.0 MiB)"), cause.text
+        # (The bias, which a loop has left in `p`, goes with its model.)
+        assert cause.remedy.startswith("`del opt; old.cpu()` frees "), cause.remedy
+        assert cause.remedy.endswith(" An optimizer's states are lost then."), cause.remedy
         before = book.allocated()
         book.cell("del opt; old.cpu()")
         freed = re.search(r"frees ([\d.]+) MiB", cause.remedy)

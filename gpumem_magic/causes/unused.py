@@ -16,6 +16,8 @@ _KINDS = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
 # Text of a program that is run by it is not read.
 _RUNS_TEXT = frozenset({"exec", "run_line_magic", "run_cell"})
 _MANY, _BOTH = 4, 2
+# Such a part of all of them is not worth a name.
+_SMALL = 100
 
 
 def unused_models(scene: Scene) -> Iterator[Cause]:
@@ -36,7 +38,9 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
             continue
         if all(roots[number].kind == "variable" and roots[number].name not in scene.mentioned for number in holders):
             its.setdefault(holders[0], []).append(one)
-    its = {number: held for number, held in its.items() if roots[number].name not in ran}
+    least = sum(map(size_of, its.values())) // _SMALL
+    # (A parameter that a loop has left in its variable goes where its model goes.)
+    its = {number: held for number, held in its.items() if roots[number].name not in ran and size_of(held) > least}
     everything = [one for held in its.values() for one in held]
     if size_of(everything) < scene.part_of_peak(4) or not 0 < len(its) <= _MANY:
         return
@@ -51,6 +55,8 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
         return
     code = [*joined(deleting), *(f"{roots[number].name}.cpu()" for number in models)]
     back = f", and `{roots[models[0]].name}.cuda()` brings the weights back" if models else ""
+    states = any(one.kind == "optimizer_state" for number in others for one in its[number])
+    lost = " An optimizer's states are lost then." if states else ""
     words = [f"{quoted(roots[number].name)} ({human(size_of(its[number]))})" for number in numbers]
     said = f"does not use {words[0]}, which is" if len(words) == 1 else f"uses none of {listed(words)}, which are"
     if len(words) == _BOTH:
@@ -58,7 +64,7 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "unused_models",
         f"This cell {said} on the device from before.",
-        f"`{'; '.join(code)}` frees {human(size_of(gone))}{back}.",
+        f"`{'; '.join(code)}` frees {human(size_of(gone))}{back}.{lost}",
         size_of(everything),
         describes=True,
     )
