@@ -17,7 +17,16 @@ import torch
 
 from gpumem_magic.looks.code import is_library_file
 from gpumem_magic.looks.fresh import made_anew, names_given
-from gpumem_magic.looks.objects import attributes, entries_of_class, entry, is_a, items, module_of_class, mro
+from gpumem_magic.looks.objects import (
+    attributes,
+    entries_of_class,
+    entry,
+    is_a,
+    is_exactly,
+    items,
+    module_of_class,
+    mro,
+)
 from gpumem_magic.owners.traversal import is_users_module
 
 _COMMENT = re.compile(r"#[^\n]*")
@@ -134,7 +143,7 @@ def _led_to(thing: Any, kinds: dict[int, tuple[type, bool]]) -> Iterator[Any]:
         yield from (thing.func, *thing.args, *thing.keywords.values())
     elif is_a(thing, dict):
         yield from (value for _, value in items(thing)[:_MANY])
-    elif type(thing) in (list, tuple, set, frozenset):
+    elif is_exactly(thing, (list, tuple, set, frozenset)):
         yield from list(thing)[:_MANY]
     elif is_a(thing, (type, ModuleType)):
         yield from _functions_of(thing)

@@ -43,7 +43,7 @@ def is_a(thing: object, kind: type | tuple[type, ...]) -> bool:
     return issubclass(type(thing), kind)
 
 
-def _is_exactly(thing: object, kinds: tuple[type, ...]) -> bool:
+def is_exactly(thing: object, kinds: tuple[type, ...]) -> bool:
     """Never ``in``: a class may have an ``__eq__`` of its metaclass's, and a ``__hash__``, so that it is no key either."""
     return any(type(thing) is kind for kind in kinds)
 
@@ -90,7 +90,7 @@ def text(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """`repr` of a plain value, and of what is derived from one as if it were plain; the class's name for anything else."""
-    if _is_exactly(value, _PLAIN):
+    if is_exactly(value, _PLAIN):
         return repr(value)
     plain: Any = next((kind for kind in (str, int, float) if is_a(value, kind)), None)
     return name_of_class(type(value)) if plain is None else str(plain.__repr__(value))
@@ -211,7 +211,7 @@ def message_of(error: BaseException) -> str:
 
 def is_plain(value: Any) -> bool:
     """A value of Python's own, or a tuple of such: its `repr` runs nothing of the user's."""
-    return _is_exactly(value, _PLAIN) or (type(value) is tuple and all(is_plain(one) for one in value))
+    return is_exactly(value, _PLAIN) or (type(value) is tuple and all(is_plain(one) for one in value))
 
 
 def _is_installed(function: Any) -> bool:

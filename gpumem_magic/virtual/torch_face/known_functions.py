@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.objects import is_exactly
 from gpumem_magic.patching import Patches, behind_relays
 from gpumem_magic.tracebacks import cut
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -78,12 +79,12 @@ def _tables(owner: type, said: Any) -> Iterator[Any]:
     """What a function looks things up in: tables among its globals, what it closes over, and its class's attributes."""
     for name in said.__code__.co_names:
         for found in (said.__globals__.get(name), inspect.getattr_static(owner, name, None)):
-            if type(found) in _TABLES:
+            if is_exactly(found, _TABLES):
                 yield found
     for cell in said.__closure__ or ():
         # (One that has no value yet.)
         with suppress(ValueError):
-            if type(cell.cell_contents) in _TABLES:
+            if is_exactly(cell.cell_contents, _TABLES):
                 yield cell.cell_contents
 
 
