@@ -330,8 +330,7 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         if one.kind not in ("tensor", "parameter") or learns or root.kind != "variable" or made is None:
             continue
         category = scene.labels[made.index].category
-        average = any(_AVERAGE in station.bases for station in one.trail)
-        if made.born < scene.moment and category in _COPIED and (average or _is_beside(scene, made)):
+        if made.born < scene.moment and category in _COPIED and (_is_average(one) or _is_beside(scene, made)):
             copies.setdefault((_COPIED[category], root.name), []).append(one)
     for (whose, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
         if size_of(its) < scene.part_of_peak(8):
@@ -345,15 +344,18 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         made_by = scene.program.adding(spot.root)
         at = f" (line {facts.line}, `{_short(facts.statement)}`)" if facts.line else ""
         at = f" ({made_by.words}, `{made_by.shown}`)" if not at and made_by is not None else at
-        is_average = any(_AVERAGE in station.bases for station in largest.trail)
         yield Cause(
             "second_copy",
             f"{quoted(place)} keeps a second copy of {whose} on the device{at}: {human(size_of(its))}.",
-            _AVERAGE_ELSEWHERE if is_average else _instead(scene, place, largest),
+            _AVERAGE_ELSEWHERE if _is_average(largest) else _instead(scene, place, largest),
             size_of(its),
             describes=True,
         )
         return
+
+
+def _is_average(one: Held) -> bool:
+    return any(_AVERAGE in station.bases for station in one.trail)
 
 
 def _is_beside(scene: Scene, made: Allocation) -> bool:

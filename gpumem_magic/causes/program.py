@@ -138,13 +138,13 @@ class Text:
         return [one.name for one in self.nodes_around(line, kinds)]
 
     def nodes_around(self, line: int, kinds: tuple[Any, ...]) -> list[Any]:
-        """The loops, functions or classes around a line."""
+        """The loops, functions, classes or ``with`` around a line."""
         found = (node for node in self._blocks if isinstance(node, kinds))
         return [one for one in found if one.lineno <= line <= (one.end_lineno or one.lineno)]
 
     @cached_property
     def _blocks(self) -> list[Any]:
-        kinds = (*_LOOPS, *FUNCTIONS, ast.ClassDef)
+        kinds = (*_LOOPS, *FUNCTIONS, ast.ClassDef, ast.With)
         return [node for top in self.tree.body for node in ast.walk(top) if isinstance(node, kinds)]
 
     def loops_around(self, line: int) -> tuple[Any, list[Any]]:
@@ -240,7 +240,7 @@ class ProgramText:
         ``torch.stack(outs).mean(0)`` or ``sum(outs)``; "" where nothing else of the list is read, or something else is."""
         found = ""
         for one in self.cells[:1]:
-            nodes = [node for top in one.tree.body for node in ast.walk(top)]
+            nodes = _all(one, ast.AST)
             sums = [node for node in nodes if isinstance(node, ast.Call) and _sums(node, name)]
             inside = {id(part) for node in sums for part in ast.walk(node)}
             read = [node for node in nodes if isinstance(node, ast.Name) and node.id == name and id(node) not in inside]
@@ -434,10 +434,9 @@ class ProgramText:
         """The innermost ``with`` around a line of the cell that enters one of these context managers."""
         found = None
         for one in self.cells[:1]:
-            for node in _all(one, ast.With):
+            for node in one.nodes_around(line - one.ahead, (ast.With,)):
                 calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
-                around = node.lineno <= line - one.ahead <= (node.end_lineno or node.lineno)
-                if around and any(_last(call.func) in called for call in calls):
+                if any(_last(call.func) in called for call in calls):
                     found = one.place(node)
         return found
 

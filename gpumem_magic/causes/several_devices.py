@@ -51,14 +51,14 @@ def gathered(scene: Scene) -> Iterator[Cause]:
 
 def gradients_in_buckets(scene: Scene) -> Iterator[Cause]:
     """`DistributedDataParallel` sends gradients in buckets, made at its beginning, and again before the second iteration."""
-    told = False
     # (Those that an earlier cell made are known only once they have been made anew.)
     for moment in (scene.moment, *(scene.end_of(one) for one in scene.spans(BACKWARD))):
         near = 10 * scene.timeline.allocated_at(moment) >= 9 * scene.report.peak.allocated
-        if not told and (moment == scene.moment or near):
+        if moment == scene.moment or near:
             causes = list(_in_buckets(scene, moment))
-            told = bool(causes)
-            yield from causes
+            if causes:
+                yield from causes
+                return
 
 
 def _in_buckets(scene: Scene, moment: int) -> Iterator[Cause]:

@@ -154,7 +154,7 @@ def _led_to(thing: Any, kinds: dict[int, tuple[type, bool]]) -> Iterator[Any]:
             kinds[id(kind)] = kind, is_a(thing, torch.nn.Module) and not functions
             yield from functions
         if kinds[id(kind)][1]:
-            yield from (dict.get(kept, name) for name in _OF_LAYERS)
+            yield from (entry(kept, name) for name in _OF_LAYERS)
         else:
             yield from (value for _, value in items(kept)[:_MANY])
 

@@ -68,7 +68,7 @@ def unread(scene: Scene) -> NoLongerRead | None:
     if tensors is None or point is None or not cells or scene.report.error is not None:
         return None
     begin = scene.start_of_row(scene.moment - 1)
-    names = _names(scene)
+    names = tensors.variables
     by_name: dict[tuple[str, ...], list[Allocation]] = defaultdict(list)
     for one in scene.timeline.live_at(scene.moment):
         made = scene.labels[one.index].category in _RESULTS and tensors.birth_of(one) is not None
@@ -103,11 +103,6 @@ def _let_go_in_time(
             start = next((begin for begin in starts if begin > one.born), None)
             if start is not None and (one.freed is None or one.freed > start):
                 yield replace(one, born=start)
-
-
-def _names(scene: Scene) -> Mapping[int, tuple[str, ...]]:
-    """Index of an allocation -> the variables that were seen to keep it."""
-    return {} if scene.tensors is None else scene.tensors.variables
 
 
 def is_read_from(cell: Text, name: str, line: int) -> bool:
