@@ -31,6 +31,7 @@ _Line = tuple[str, int]
 class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
+    returned: how often what it had copied to the host went to a device again, as it was.
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
     `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), or an error came of
@@ -44,6 +45,7 @@ class Reads:
         self.counts: Counter[_Line] = Counter()
         self.supplied: Counter[_Line] = Counter()
         self.marks: Counter[tuple[str, int, str]] = Counter()
+        self.returned: Counter[_Line] = Counter()
         self.solved: set[_Line] = set()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
         self.instructions: dict[_Line, dict[int, tuple[int | None, int | None]]] = defaultdict(dict)

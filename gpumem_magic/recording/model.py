@@ -162,7 +162,8 @@ class StandIn:
     is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
     printed, or a text that is made of them, or an ``if`` that only prints goes by it ("text"). latest: nothing was read after
     it. caller: where a library read, the line of the program's own that called it. fails: the error that ended the program may
-    come of what the line read.
+    come of what the line read. returned: how many went back to a device from the host, as they were, where nothing was made of
+    them that is known here.
     """
 
     line: str
@@ -178,6 +179,7 @@ class StandIn:
     latest: bool = field(default=False, metadata={"only_with": "latest"})
     caller: str = field(default="", metadata={"only_with": "caller"})
     fails: bool = field(default=False, metadata={"only_with": "fails"})
+    returned: int = field(default=0, metadata={"only_with": "returned"})
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ class ReadsWithin:
         self._reads = reads
         self._before = reads.counts.copy()
         self._supplied_before = reads.supplied.copy()
+        self._returned_before = reads.returned.copy()
         reads.note_caught()
         self._marks_before = reads.marks.copy()
 
@@ -49,6 +50,7 @@ class ReadsWithin:
         marks = self._reads.marks - self._marks_before
         places: Counter[str] = Counter()
         by_user: Counter[str] = Counter()
+        returned: Counter[str] = Counter()
         decides: dict[str, str] = {}
         callers: dict[str, str] = {}
         failing: set[str] = set()
@@ -60,12 +62,22 @@ class ReadsWithin:
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
             if raised and _leads_to_one((file, line), self._reads.stacks.get((file, line), ()), raised):
                 failing.add(place)
+            back = min(count, self._reads.returned[file, line] - self._returned_before[file, line])
+            if back and not is_printed(file, line):
+                returned[place] += back
             decides[place] = decides.get(place) or _made_of((file, line), count, marks, self._reads)
         last = self._reads.latest
         latest = place_of(*last) if last is not None and last in read else None
         return tuple(
             StandIn(
-                place, count, by_user[place], decides[place], place == latest, callers.get(place, ""), place in failing
+                place,
+                count,
+                by_user[place],
+                decides[place],
+                place == latest,
+                callers.get(place, ""),
+                place in failing,
+                0 if decides[place] else returned[place],
             )
             for place, count in places.items()
         )

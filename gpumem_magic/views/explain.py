@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpumem_magic.devices.base import DeviceFacts
+from gpumem_magic.recording.model import StandIn
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Peak, ReportData, Row
 from gpumem_magic.report.model import LABELS as LEGEND
 from gpumem_magic.units import MIB, amount, counted, mib, percent
@@ -200,17 +203,25 @@ def _retries(report: ReportData) -> str:
 def _stand_ins(report: ReportData) -> str:
     if not report.stand_ins:
         return ""
+    back = [one for one in report.stand_ins if one.returned == one.count]
+    read = [one for one in report.stand_ins if one.returned < one.count]
+    said = [f"were read at {_places(read)}"] if read else []
+    said += [f"went to the host and back at {_places(back)}"] if back else []
+    return f"Values on this device are stand-ins; they {', and '.join(said)}."
+
+
+def _places(stand_ins: Sequence[StandIn]) -> str:
     places = []
-    for stand_in in report.stand_ins[:3]:
+    for stand_in in stand_ins[:3]:
         line = stand_in.line.strip()
         place = f"line {line}" if line.isdecimal() else f"`{line}`"
         words = [f"{stand_in.count:,} times"] if stand_in.count > 1 else []
         if stand_in.supplied:
             words.append("supplied" if stand_in.supplied == stand_in.count else f"{stand_in.supplied:,} supplied")
         places.append(f"{place} ({', '.join(words)})" if words else place)
-    rest = len(report.stand_ins) - len(places)
+    rest = len(stand_ins) - len(places)
     more = f" and {counted(rest, 'more place')}" if rest else ""
-    return f"Values on this device are stand-ins; they were read at {', '.join(places)}{more}."
+    return f"{', '.join(places)}{more}"
 
 
 def _unknown(report: ReportData) -> str:

@@ -50,6 +50,7 @@ from gpumem_magic.virtual.engine import (
 )
 from gpumem_magic.virtual.engine.alike import AlikeCalls, Answer, Kernels
 from gpumem_magic.virtual.engine.arguments import ARGUMENT_CHECKS
+from gpumem_magic.virtual.engine.away import Away
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     device_among,
@@ -254,6 +255,7 @@ class Engine:
         # What it gives for all arguments like its own, once that is known.
         self._answer: Answer | None = None
         self.reads = Reads()
+        self.away = Away()
         self.largest_sizes: Counter[str] = Counter()
         # Those sizes: what has one may have another on a card.
         self.assumed: set[int] = set()
@@ -919,10 +921,18 @@ class Engine:
 
     def count_stand_in(
         self, by_user: bool = False, dtype: torch.dtype | None = None, sized: bool = False, several: bool = False
-    ) -> None:
-        """Notes the line of the user's program that reads a value now. by_user: one that the user supplied. sized: as a size.
-        several: more than one."""
-        self.reads.note(users_line(), by_user, dtype, sized, several)
+    ) -> tuple[str, int]:
+        """Notes the line of the user's program that reads a value now, and gives it. by_user: one that the user supplied. sized:
+        as a size. several: more than one."""
+        line = users_line()
+        self.reads.note(line, by_user, dtype, sized, several)
+        return line
+
+    def note_back(self, source: torch.Tensor) -> None:
+        """A tensor was copied to a device: of a host tensor of stand-ins, nothing is known of it there, either."""
+        line = self.away.came_back(source)
+        if line is not None:
+            self.reads.returned[line] += 1
 
     def at_most(self, tensor: Any) -> int | None:
         """How many elements of a tensor are not zero, at most; None where nothing is known of it."""

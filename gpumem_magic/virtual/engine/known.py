@@ -401,7 +401,7 @@ class KnownEngine(ComputingEngine):
         tensors = [leaf for leaf in leaves([*args, *kwargs.values()]) if isinstance(leaf, torch.Tensor)]
         of_no_matter = tensors[:1] if func in OVERWRITING or func in OF_SHAPES else []
         read = tensors[len(of_no_matter) :]
-        if any(one is not out for one in written) or any(map(_is_unknown, read)):
+        if any(one is not out for one in written) or any(_is_unknown(one) or self.away.holds(one) for one in read):
             return False
         found = _Arguments(written)
         shape: Shape | None = None
@@ -529,6 +529,7 @@ class KnownEngine(ComputingEngine):
             if not isinstance(leaf, VirtualTensor):
                 if leaf.numel() > _MOST_READ or leaf.is_meta:
                     return None
+                found.sure = found.sure and not self.away.holds(leaf)
                 continue
             if leaf.layout is not torch.strided or leaf.numel() > _MOST_READ:
                 return None

@@ -152,6 +152,7 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
             made = engine.wrap(meta, place)
         with engine.scratch(place, staged_bytes(made, source, kwargs.get("non_blocking", False))):
             pass
+        engine.note_back(source)
         return made
     if target is None or target.type in ("cuda", "meta"):
         return engine.run(func, args, kwargs, device)
@@ -163,13 +164,16 @@ def _to_copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return _read_into(engine, source, host if engine.computes else host.zero_())
 
 
-def _read_into(engine: Engine, source: Any, host: torch.Tensor) -> torch.Tensor:
-    """Writes the values of a device tensor into a host tensor: known ones, supplied ones, or zeros."""
+def _read_into(engine: Engine, source: Any, host: torch.Tensor, in_place: bool = False) -> torch.Tensor:
+    """Writes the values of a device tensor into a host tensor: known ones, supplied ones, or zeros. in_place: into one that the
+    program had."""
     found = values.known(source)
     given = None if found is not None and found.exact else supplied.value_for(source.dtype, users_line)
     if found is None or not found.exact or found.supplied:
         by_user = given is not None or (found is not None and found.exact)
-        engine.count_stand_in(by_user, source.dtype, several=source.numel() > 1)
+        line = engine.count_stand_in(by_user, source.dtype, several=source.numel() > 1)
+        if not by_user:
+            engine.away.note(host, line, in_place)
     if given is not None:
         return supplied.fill(given, host)
     if found is None:
@@ -230,10 +234,11 @@ def _copy(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
         staged = 0 if isinstance(args[1], VirtualTensor) else staged_bytes(target, *args[1:3])
         with engine.scratch(device, staged):
             engine.run(func, args, kwargs, device)
+        engine.note_back(args[1])
         return target
     with engine.scratch(device, staged_bytes(args[1], target)):
         pass
-    return _read_into(engine, args[1], target)
+    return _read_into(engine, args[1], target, in_place=True)
 
 
 # ---- sizes that depend on values: the largest that there can be
