@@ -253,6 +253,79 @@ def test_what_nothing_reads_any_more_is_told_with_the_peak_that_comes_of_it() ->
         assert report.peak.allocated / 2**20 - peak > 300
 
 
+# A step that is a function, and a model that keeps what it has put out.
+IN_A_FUNCTION = """
+def step(ids):
+    logits = model(ids){more}
+    loss = F.cross_entropy(logits, ids)
+    {let_go}loss.backward()
+    {after}
+"""
+IN_AN_ATTRIBUTE = """
+class Keeping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = model
+    def forward(self, ids):
+        self.kept = self.model(ids){more}
+        return F.cross_entropy(self.kept, ids)
+keeping = Keeping()
+def look(): return {look}
+"""
+STEPS = "for _ in range(3):\n    step(ids)"
+KEEPING = "for _ in range(3):\n    loss = keeping(ids)\n    {let_go}loss.backward()\n    {after}"
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell", "says", "let_go"),
+    [
+        (IN_A_FUNCTION.format(more="", let_go="{let_go}", after="pass"), STEPS, "`del logits` before", "del logits; "),
+        (
+            IN_AN_ATTRIBUTE.format(more="", look="None"),
+            KEEPING.format(let_go="{let_go}", after="pass"),
+            "`keeping.kept = None` before `loss.backward()` (line 4)",
+            "keeping.kept = None; ",
+        ),
+    ],
+)
+def test_so_is_what_a_function_or_an_object_keeps(setup: str, cell: str, says: str, let_go: str) -> None:
+    with notebook("T4") as book:
+        book.cell(f"import torch.nn.functional as F{LOGITS}{setup.replace('{let_go}', '')}")
+        report = book.measured(cell.replace("{let_go}", ""))
+        (cause,) = [one for one in report.causes if one.name == "wide_loss"]
+        assert says in cause.remedy
+        book.cell(setup.replace("{let_go}", let_go))
+        peak = peak_with(book, cell.replace("{let_go}", let_go))
+        assert abs(peak - promised(cause)) < 1
+        assert report.peak.allocated / 2**20 - peak > 300
+
+
+@pytest.mark.parametrize(
+    ("setup", "cell"),
+    [
+        # read behind the backward, by what is returned, by a function in it, by all that it has; saved by the graph
+        (IN_A_FUNCTION.format(more="", let_go="", after="print(logits[0, 0] * 0)"), STEPS),
+        (IN_A_FUNCTION.format(more="", let_go="", after="return logits"), STEPS),
+        (IN_A_FUNCTION.format(more="", let_go="f = lambda: logits; ", after="pass"), STEPS),
+        (IN_A_FUNCTION.format(more="", let_go="", after="len(locals())"), STEPS),
+        (IN_A_FUNCTION.format(more=".exp()", let_go="", after="pass"), STEPS),
+        # whoever called it has it, too
+        ("def step(logits):\n    logits.logsumexp(1).mean().backward()", "for _ in range(3):\n    step(model(ids))"),
+        # another part of the program reads it
+        (IN_AN_ATTRIBUTE.format(more="", look="keeping.kept.sum()"), KEEPING.format(let_go="", after="pass")),
+        (IN_AN_ATTRIBUTE.format(more="", look="getattr(keeping, 'kept')"), KEEPING.format(let_go="", after="pass")),
+        (IN_AN_ATTRIBUTE.format(more="", look="None"), KEEPING.format(let_go="", after="top = keeping.kept.sum()")),
+        (IN_AN_ATTRIBUTE.format(more=".exp()", look="None"), KEEPING.format(let_go="", after="pass")),
+    ],
+)
+def test_and_not_what_may_be_read(setup: str, cell: str) -> None:
+    with notebook("T4") as book:
+        book.cell(f"import torch.nn.functional as F{LOGITS}{setup}")
+        report = book.measured(cell)
+        assert report.error is None
+        assert not any("nothing reads any more" in one.sentence for one in report.causes)
+
+
 @pytest.mark.parametrize(
     ("more", "after"),
     [

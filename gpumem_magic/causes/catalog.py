@@ -167,8 +167,6 @@ _COVERED = {
     # (Of what no backward goes through there is less to be computed in parts.)
     "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
-    # It says so itself.
-    "unread_results": ("wide_loss",),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
@@ -217,7 +215,7 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     found = [one for one in found if one.describes or one.name in _GROWING or scene.is_large(one.bytes)]
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
-    found = [one for one in found if not _is_the_same(one, found)]
+    found = [one for one in found if not _is_the_same(one, found) and not _is_told_with(one, found)]
     if scene.report.error is None and any(not one.describes for one in found):
         found = [one for one in found if one.name not in (_LAST, _SOUND)]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
@@ -226,6 +224,11 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
 def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
     better = _COVERED_IF_AS_LARGE.get(cause.name, ())
     return any(one.name in better and 100 * one.bytes >= _NEARLY * cause.bytes for one in found)
+
+
+def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
+    """Whether another one's remedy begins with this one's."""
+    return bool(cause.remedy) and any(one is not cause and one.remedy.startswith(f"{cause.remedy} ") for one in found)
 
 
 def _describes(name: str, failed: bool) -> bool:

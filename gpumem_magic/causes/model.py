@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
@@ -20,6 +20,7 @@ from gpumem_magic.snapshot.timeline import Allocation, Timeline
 from gpumem_magic.units import MIB
 
 if TYPE_CHECKING:
+    from gpumem_magic.owners.running import RunningFunction
     from gpumem_magic.owners.saved import Saved
 
 # Below this nothing is worth a sentence.
@@ -93,7 +94,8 @@ class Scene:
     deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
     statement. filled: by device and address, the parts that the program assigned to, of what it assigned to in parts.
     rewritten: by device and address, how often it wrote to what it had made as a copy. untied: weights that were one.
-    numbers_for_padding: what models take for it in ids.
+    numbers_for_padding: what models take for it in ids. running: the program's functions around the first backward, the innermost
+    first.
     """
 
     recording: Recording
@@ -122,6 +124,8 @@ class Scene:
     rewritten: Mapping[tuple[int, int], int] = field(default_factory=dict)
     untied: Sequence[Untied] = ()
     numbers_for_padding: frozenset[int] = frozenset()
+    running: Sequence[RunningFunction] = ()
+    _found: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def moment(self) -> int:
@@ -304,6 +308,19 @@ class Scene:
 
 
 Detector = Callable[[Scene], Iterable[Cause]]
+
+
+def found_once(find: Callable[[Scene], _Thing]) -> Callable[[Scene], _Thing]:
+    """What several detectors ask for is looked for once in a scene."""
+
+    @wraps(find)
+    def finding(scene: Scene) -> _Thing:
+        if find not in scene._found:
+            scene._found[find] = find(scene)
+        found: _Thing = scene._found[find]
+        return found
+
+    return finding
 
 
 def answers_of(detectors: Iterable[Detector], scene: Scene) -> tuple[list[Cause], list[str]]:

@@ -29,6 +29,8 @@ from gpumem_magic.units import human, shape_words
 # A result is so many times larger than all that it was made of.
 _TIMES = 4
 # These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
+# What these tell of is made on the way to something else.
+_ON_THE_WAY = frozenset({"grown_result", "all_pairs"})
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
 _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
@@ -58,7 +60,8 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
             cause = kind(scene, alike)
             if cause is not None and (alike.birth.place or alike.event) not in told:
                 told.add(alike.birth.place or alike.event)
-                yield cause
+                easier = cause.name in _ON_THE_WAY and _keeps_one_of(scene, alike)
+                yield replace(cause, remedy=_first_let_go(scene, cause.remedy)) if easier else cause
                 break
     yield from _grown_gradient(scene)
 
@@ -169,6 +172,13 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def _keeps_one_of(scene: Scene, alike: Alike) -> bool:
+    """Whether what nobody reads any more is of this shape."""
+    found, births = unread(scene), scene.recording.logs[scene.device].births
+    made = (births.get(one.born) for one in found.held) if found is not None else ()
+    return any(birth is not None and prod(birth.shape or ()) == prod(alike.shape) for birth in made)
 
 
 def _first_let_go(scene: Scene, remedy: str) -> str:
@@ -344,8 +354,11 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
         remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."
-        if len(alike.shape) == _IMAGES and alike.shape[0] > 1 and not scene.spans(BACKWARD):
-            remedy = f"One of the {alike.shape[0]} images at a time makes {human(alike.bytes // alike.shape[0])} of it."
+        trains = bool(scene.spans(BACKWARD))
+        if len(alike.shape) == _IMAGES and alike.shape[0] > 1 and (not trains or _are_classes(scene, alike)):
+            own = ", each with a backward of its own," if trains else ""
+            each = human(alike.bytes // alike.shape[0])
+            remedy = f"One of the {alike.shape[0]} images at a time{own} makes {each} of it."
     return Cause(
         "grown_result",
         f"{made_by(scene, alike)} makes {shape_words(alike.shape)} from {given}, "
@@ -354,6 +367,12 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         alike.bytes,
         describes=True,
     )
+
+
+def _are_classes(scene: Scene, alike: Alike) -> bool:
+    """Whether its channels are the classes of a loss, of which there can't be fewer."""
+    later = (birth for event, birth in scene.births if event > alike.event)
+    return any("log_softmax" in one.kernel and one.shape == alike.shape for one in later)
 
 
 def _grown_gradient(scene: Scene) -> Iterator[Cause]:

@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from gpumem_magic.looks.code import cell_of
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
 from gpumem_magic.recording.model import Checkpoint
 
@@ -175,6 +176,16 @@ class Text:
                 found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
                 return found[-1] if found else None
         return None
+
+    def line(self, number: int) -> str:
+        """One of its lines, without its indentation."""
+        lines = self.source.splitlines()
+        return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+    def function_at(self, line: int, name: str) -> Any:
+        """The innermost function of this name around a line; None where there is none."""
+        found = [one for one in self.nodes_around(line, FUNCTIONS) if one.name == name]
+        return max(found, key=lambda one: one.lineno, default=None)
 
     @property
     def is_file(self) -> bool:
@@ -474,6 +485,11 @@ class ProgramText:
     def texts(self) -> list[Text]:
         """The cells and the files, the measured one first."""
         return [*self.cells, *self._modules]
+
+    def text_of(self, file: str, own_file: str) -> Text | None:
+        """The text that was compiled under a file's name. own_file: that of the measured cell."""
+        where = "" if file == own_file else cell_of(file) or re.split(r"[/\\]", file)[-1]
+        return next((one for one in self.texts if one.where == where), None)
 
     def may_go_backward(self, way: Sequence[Written]) -> bool:
         """Whether one of the functions that lead to a line has a backward or a step in what it would run next: in its rest and in

@@ -34,6 +34,7 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
 from gpumem_magic.owners.model import Holdings, where_it_failed
+from gpumem_magic.owners.running import RunningFunction, running_functions
 from gpumem_magic.owners.saved import Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
 from gpumem_magic.owners.traversal import Place
@@ -67,6 +68,7 @@ class Why:
         self._failures: list[str] = []
         self._saved: tuple[Saved, ...] = ()
         self._saved_at: dict[int, int] = {}
+        self._running: tuple[RunningFunction, ...] = ()
         self._holdings = Holdings()
         self._evaluating: frozenset[str] = frozenset()
         self._evaluated: frozenset[int] = frozenset()
@@ -203,6 +205,7 @@ class Why:
                 rewritten=self._rewritten,
                 untied=self._untied,
                 numbers_for_padding=self._numbers_for_padding,
+                running=self._running,
             )
             causes, failures = find_causes(scene)
             self._failures += failures
@@ -253,6 +256,7 @@ class Why:
             with self._timed("looking at the first graph"):
                 self._saved = tuple(saved_in_graph(outputs, self._machine.locate))
                 self._saved_at = {one.facts.index: positions(one.facts.index) for one in self._machine.devices}
+                self._running = tuple(running_functions(sys._getframe(1), self._machine.locate))
 
         def watched(outputs: Any, *args: Any, **kwargs: Any) -> Any:
             __tracebackhide__ = True
