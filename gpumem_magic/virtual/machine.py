@@ -88,6 +88,7 @@ from gpumem_magic.virtual.torch_face import (
     profiling,
     random_numbers,
     saving,
+    scripts,
     sharing,
     storages,
     surroundings,
@@ -388,6 +389,7 @@ class VirtualMachine:
             attempt(kernel_rules.install)
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)
+            attempt(scripts.install, self.engine)
             attempt(self.face.install)
             attempt(encoder_layers.install, self.engine)  # The compiler, which looks at it, comes after.
             attempt(self.compiler.install)

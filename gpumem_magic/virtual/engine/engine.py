@@ -110,7 +110,7 @@ from gpumem_magic.virtual.engine.overlaps import (
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
-from gpumem_magic.virtual.engine.tensors import ENGINES, OTHERWISE, VirtualTensor, is_ordinary, plainly
+from gpumem_magic.virtual.engine.tensors import ENGINES, OTHERWISE, VirtualTensor, is_ordinary, plain_meta, plainly
 
 SPECIAL: dict[Any, Callable[..., Any]] = {}
 # The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
@@ -163,6 +163,14 @@ def special(
 
 
 _DETACH, _AS_STRIDED = aten.detach.default, aten.as_strided.default
+_LIKE_ANOTHER = frozenset(
+    operator
+    for name in (
+        *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")),
+        *(f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")),
+    )
+    for operator in overloads(name)
+)
 # What the body of an operator that the program wrote may raise on a card, too.
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
 
@@ -424,6 +432,10 @@ class Engine:
                 if given is args:
                     raise
                 return func(*given, **kwargs)
+        if kwargs and func in _LIKE_ANOTHER and (place := kwargs.get("device")) is not None and place.type == "cpu":
+            # An ordinary tensor like one of ours, of which only the looks matter (``zeros_like(x, device="cpu")``).
+            with torch._C.DisableTorchFunction():
+                return func(*(plain_meta(arg) if isinstance(arg, VirtualTensor) else arg for arg in args), **kwargs)
         if self.closed_because:
             raise DeviceGone(self.closed_because)
         if device >= self.device_count:

@@ -38,10 +38,12 @@ from gpumem_magic.virtual.engine.attributes import Attributes
 from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
     DEVICE_QUERY,
+    META,
     STATE,
     HostlessFakeMode,
     OperatorMode,
     answer_device,
+    made_plainly,
     pushed,
     with_dispatch_of_its_own,
 )
@@ -625,6 +627,11 @@ class VirtualParameter(VirtualTensor, torch.nn.Parameter, metaclass=ParameterKin
 
     _gpumem_own = torch.nn.Parameter
     _is_param = True
+
+
+def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
+    """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
+    return made_plainly(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def is_ordinary(thing: Any) -> bool:

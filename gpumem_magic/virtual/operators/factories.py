@@ -38,7 +38,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
-from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.engine.tensors import VirtualTensor, plain_meta
 from gpumem_magic.virtual.operators import growing, jagged, nested_tensors
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle
 
@@ -179,11 +179,6 @@ def _compressed_size(
     block = list(values.shape[batch + 1 : batch + 3]) if kind in ("sparse_bsr", "sparse_bsc") else []
     height, width = block or (1, 1)
     return [*plain.shape[:batch], rows * height, columns * width, *values.shape[batch + 1 + len(block) :]]
-
-
-def plain_meta(tensor: VirtualTensor) -> torch.Tensor:
-    """An ordinary meta tensor with the virtual tensor's shape, strides and dtype."""
-    return made_plainly(torch.empty_strided, tensor.size(), tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _is_whole(meta: torch.Tensor) -> bool:
@@ -414,8 +409,12 @@ class Factories:
     def make(self, original: Callable[..., Any], index: int, args: Any, kwargs: dict[str, Any]) -> Any:
         """The factory's result on virtual device `index`."""
         given = (*args, *kwargs.values())
-        # (`torch.func`'s `grad` and `jvp` wrap what is made inside them.)
-        through = _transforms() or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
+        # (`torch.func`'s `grad` and `jvp` wrap what is made inside them, and TorchScript's trace writes down what C++ is asked.)
+        through = (
+            _transforms()
+            or torch._C._get_tracing_state() is not None  # type: ignore[attr-defined]
+            or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
+        )
         if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin(self._origin()), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": numbered(index)})

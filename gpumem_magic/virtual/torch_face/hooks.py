@@ -4,7 +4,6 @@ contexts."""
 from __future__ import annotations
 
 import importlib
-import inspect
 from typing import Any
 
 import torch
@@ -22,13 +21,13 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.tracebacks import cut
 from gpumem_magic.virtual.engine.computing import with_tensors
 from gpumem_magic.virtual.engine.engine import Engine, quiet
-from gpumem_magic.virtual.engine.modes import META, STATE, pushed
+from gpumem_magic.virtual.engine.modes import STATE, pushed
 from gpumem_magic.virtual.engine.node_numbers import count_pass, number_as_on_a_device
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 
 def install_engine_hooks(patches: Patches, engine: Engine) -> None:
-    for step in (_backward, _fake_tensors, _foreach, _transforms, _scripts):
+    for step in (_backward, _fake_tensors, _foreach, _transforms):
         patches.attempt(step, engine)
 
 
@@ -98,35 +97,6 @@ def _fake_tensors(patches: Patches, engine: Engine) -> None:
     """FakeTensor makes a tensor on the real device to warm its context up: there is no real device."""
     patches.set(torch._subclasses.fake_tensor, "init_gpu_context", lambda device: None)
     patches.insert(torch._subclasses.fake_tensor.log, "filters", quiet)
-
-
-def _scripts(patches: Patches, engine: Engine) -> None:
-    """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
-    original: Any = torch.jit._builtins._find_builtin
-
-    def find_builtin(function: Any) -> Any:
-        return original(inspect.unwrap(function) if callable(function) else function)
-
-    call: Any = torch.jit.ScriptFunction.__call__
-
-    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """A function that C++ runs makes tensors on the device of its arguments, as a scripted module does."""
-        if not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
-            return call(self, *args, **kwargs)
-        with pushed(engine.mode):
-            return call(self, *args, **kwargs)
-
-    annotations: Any = importlib.import_module("torch.jit.annotations")
-    of_annotation = annotations.try_ann_to_type
-
-    def try_ann_to_type(ann: Any, *args: Any, **kwargs: Any) -> Any:
-        # (In `Optional[torch.device]`, written before the device was turned on, is the type itself.)
-        return of_annotation(torch.device if ann is type(META) else ann, *args, **kwargs)
-
-    patches.set(annotations, "try_ann_to_type", try_ann_to_type)
-    patches.set(torch.jit.ScriptFunction, "__call__", called)
-    for module in ("torch.jit._builtins", "torch.jit._recursive"):
-        patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
 
 
 # Where `torch.func` runs a function: every vmap, what `grad` is made of, and what `jacrev`, `jacfwd` and `hessian` are.

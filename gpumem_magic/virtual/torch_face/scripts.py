@@ -1,0 +1,337 @@
+"""TorchScript on a virtual device: what `torch.jit` compiled, traced or loaded runs in C++, which asks for a real one.
+
+Three kinds of operators in a graph do so before any dispatch: those that move to a device (`to_dispatch` in
+``torch/csrc/jit/runtime/register_special_ops.cpp`` initialises CUDA), those that make a tensor of numbers there, and those that ask
+a tensor where it lies, which C++ answers with ``meta:i`` (see `modes`). A graph that has any runs as a copy, in which operators of
+our own stand in their places and ask Python; the program's own graph stays as it is, to be printed and saved.
+
+A trace, in turn, is written down by C++ as operators pass: ``meta:i`` among the constants is what it takes for ``cuda:i``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.jit
+import torch.library
+
+from gpumem_magic.patching import Patches
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.modes import META, cuda, is_ours, pushed
+from gpumem_magic.virtual.engine.tensors import VirtualTensor
+
+_NAMESPACE = "gpumem_magic_script"
+_SCHEMAS = {
+    "to": "(Tensor(a) self, Device? device, ScalarType? dtype, bool non_blocking, bool copy, MemoryFormat? memory_format) -> Tensor(a)",
+    "to_other": "(Tensor(a) self, Tensor other, bool non_blocking, bool copy, MemoryFormat? memory_format) -> Tensor(a)",
+    "put": "(Tensor made, Device? device, bool requires_grad) -> Tensor",
+    "device": "(Tensor self) -> Device",
+    "is_cuda": "(Tensor self) -> bool",
+    "is_cpu": "(Tensor self) -> bool",
+    "is_meta": "(Tensor self) -> bool",
+    "get_device": "(Tensor self) -> int",
+}
+_ASKED = {
+    "prim::device": "device",
+    "prim::is_cuda": "is_cuda",
+    "prim::is_cpu": "is_cpu",
+    "prim::is_meta": "is_meta",
+    "aten::get_device": "get_device",
+}
+# What each overload hands on, by the names of its arguments; what it lacks is the default of `torch.Tensor.to`.
+_MOVES = {
+    "to": ("self", "device", "dtype", "non_blocking", "copy", "memory_format"),
+    "to_other": ("self", "other", "non_blocking", "copy", "memory_format"),
+}
+_FLAGS = ("non_blocking", "copy", "requires_grad")
+_MADE_OF_NUMBERS = ("aten::tensor", "aten::as_tensor")
+_TRACERS = (
+    (torch._C, "_create_function_from_trace", 1),
+    (torch._C, "_create_function_from_trace_with_dict", 1),
+    (torch._C, "_create_graph_by_tracing", 0),
+    (torch._C.ScriptModule, "_create_method_from_trace", 2),
+    (torch._C.ScriptModule, "_create_method_from_trace_with_dict", 2),
+)
+"""The functions of PyTorch 2.9 to 2.13 that trace, and at which place each is given what it is to trace."""
+
+
+def install(patches: Patches, engine: Engine) -> None:
+    _knowing_names(patches)
+    _traces(patches)
+    twins = _Twins()
+    patches.also_undo(twins.end)
+    for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
+        patches.set(kind, "__call__", _calling(kind.__call__, engine, twins))
+
+
+def _knowing_names(patches: Patches) -> None:
+    """TorchScript knows `torch.zeros` and its like by identity: under a replaced name it finds the original."""
+    original: Any = torch.jit._builtins._find_builtin
+
+    def find_builtin(function: Any) -> Any:
+        return original(inspect.unwrap(function) if callable(function) else function)
+
+    annotations: Any = importlib.import_module("torch.jit.annotations")
+    of_annotation = annotations.try_ann_to_type
+
+    def try_ann_to_type(ann: Any, *args: Any, **kwargs: Any) -> Any:
+        # (In `Optional[torch.device]`, written before the device was turned on, is the type itself.)
+        return of_annotation(torch.device if ann is type(META) else ann, *args, **kwargs)
+
+    patches.set(annotations, "try_ann_to_type", try_ann_to_type)
+    for module in ("torch.jit._builtins", "torch.jit._recursive"):
+        patches.set(importlib.import_module(module), "_find_builtin", find_builtin)
+
+
+# ---- running
+
+
+def _calling(original: Callable[..., Any], engine: Engine, twins: _Twins) -> Callable[..., Any]:
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """What C++ runs makes tensors on the device of its arguments, or on one that it names."""
+        twin = twins.of(self)
+        if twin is None and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+            return original(self, *args, **kwargs)
+        with pushed(engine.mode):
+            if twin is None:
+                return original(self, *args, **kwargs)
+            return _CALL(twin, *_owner(self), *args, **kwargs)
+
+    return called
+
+
+_CALL: Callable[..., Any] = torch.jit.ScriptFunction.__call__
+
+
+def _owner(callee: Any) -> tuple[Any, ...]:
+    """The module, which is a graph's first input where it is a method's."""
+    return (callee.owner,) if isinstance(callee, torch._C.ScriptMethod) else ()
+
+
+class _Twins:
+    """For each function and method in TorchScript that asks C++ for a device, the copy that asks Python.
+
+    They go with what they are copies of: a graph may hold tensors.
+    """
+
+    def __init__(self) -> None:
+        self._of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._library: torch.library.Library | None = None
+
+    def of(self, callee: Any) -> Any:
+        try:
+            return self._of[callee]
+        except KeyError:
+            pass
+        twin = self._of[callee] = self._make(callee)
+        if twin is not None:
+            self._of[twin] = None
+        return twin
+
+    def _make(self, callee: Any) -> Any:
+        graph = callee.graph.copy()
+        torch._C._jit_pass_inline(graph)
+        if not _asks_for_a_device(graph):
+            return None
+        self._define()
+        _rewrite(graph, graph)
+        return torch._C._create_function_from_graph(callee.name, graph)
+
+    def _define(self) -> None:
+        if self._library is not None:
+            return
+        self._library = library = torch.library.Library(_NAMESPACE, "DEF")
+        for name, schema in _SCHEMAS.items():
+            library.define(name + schema)
+            library.impl(name, _IN_PYTHON[name], "CompositeImplicitAutograd")
+
+    def end(self) -> None:
+        self._of.clear()
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+
+
+def _nodes(block: Any) -> Iterator[tuple[Any, Any]]:
+    """Every node of a graph or block with those inside it, and what a fork runs (with the graph that it is in)."""
+    for node in list(block.nodes()):
+        for inner in node.blocks():
+            yield from _nodes(inner)
+        yield node
+
+
+def _asks_for_a_device(graph: Any) -> bool:
+    return any(
+        _substitute(node) is not None
+        or (_is_device_constant(node) and node.output().toIValue().type == "cuda")
+        or (node.hasAttribute(_SUBGRAPH) and _asks_for_a_device(node.g(_SUBGRAPH)))
+        for node in _nodes(graph)
+    )
+
+
+_SUBGRAPH = "Subgraph"
+
+
+def _is_device_constant(node: Any) -> bool:
+    return node.kind() == "prim::Constant" and str(node.output().type()) == "Device"
+
+
+def _substitute(node: Any) -> str | None:
+    """By which of our operators a node is to be replaced."""
+    kind = node.kind()
+    if kind in _ASKED:
+        return _ASKED[kind]
+    if kind in ("aten::cuda", "aten::to"):
+        names = _argument_names(node)
+        return "to_other" if "other" in names else "to" if kind == "aten::cuda" or "device" in names else None
+    if kind == "aten::type_as":
+        return "to_other"
+    return "put" if kind in _MADE_OF_NUMBERS and "device" in _argument_names(node) else None
+
+
+def _argument_names(node: Any) -> list[str]:
+    schema = node.schema()
+    if schema == "(no schema)":
+        return []
+    return [argument.name for argument in torch._C.parse_schema(schema).arguments]
+
+
+def _arguments(node: Any) -> dict[str, Any]:
+    return dict(zip(_argument_names(node), node.inputs(), strict=True))
+
+
+def _rewrite(graph: Any, block: Any) -> None:
+    for node in _nodes(block):
+        if node.hasAttribute(_SUBGRAPH):
+            inner = node.g(_SUBGRAPH).copy()
+            _rewrite(inner, inner)
+            node.g_(_SUBGRAPH, inner)
+        name = _substitute(node)
+        if name is None:
+            continue
+        with graph.insert_point_guard(node):
+            if name == "put":
+                _put_after(graph, node)
+            else:
+                _put_in_its_place(graph, node, name)
+
+
+def _put_in_its_place(graph: Any, node: Any, name: str) -> None:
+    given = _arguments(node)
+    if node.kind() == "aten::cuda":
+        given["device"] = graph.insertConstant(torch.device("cuda"))
+    wanted = [_given_or_default(graph, given, argument) for argument in _MOVES.get(name, ("self",))]
+    made = _create(graph, node, name, wanted)
+    node.output().replaceAllUsesWith(made.output())
+    node.destroy()
+
+
+def _given_or_default(graph: Any, given: dict[str, Any], argument: str) -> Any:
+    if argument == "self":
+        return next(iter(given.values()))
+    found = given.get(argument)
+    return graph.insertConstant(False if argument in _FLAGS else None) if found is None else found
+
+
+def _put_after(graph: Any, node: Any) -> None:
+    """Made on the host, and then put where it is wanted."""
+    given = _arguments(node)
+    tracked = _given_or_default(graph, given, "requires_grad")
+    names = list(given)
+    device = given["device"]
+    node.replaceInput(names.index("device"), graph.insertConstant(None))
+    if "requires_grad" in given:
+        node.replaceInput(names.index("requires_grad"), graph.insertConstant(False))
+    made = _create(graph, node, "put", [node.output(), device, tracked])
+    made.moveAfter(node)
+    node.output().replaceAllUsesWith(made.output())
+    made.replaceInput(0, node.output())
+
+
+def _create(graph: Any, node: Any, name: str, inputs: list[Any]) -> Any:
+    made = graph.create(f"{_NAMESPACE}::{name}", inputs, 1)
+    made.insertBefore(node)
+    made.copyMetadata(node)
+    made.output().setType(node.output().type())
+    return made
+
+
+# ---- what our operators do
+
+
+def _device_in_python(device: torch.device | None) -> torch.device | None:
+    """As Python knows it: C++ may have worked out ``meta:i`` for a tensor of a module that was frozen."""
+    return cuda(device.index) if device is not None and is_ours(device) else device
+
+
+def _to(
+    self: torch.Tensor,
+    device: torch.device | None,
+    dtype: Any,
+    non_blocking: bool,
+    copy: bool,
+    memory_format: Any,
+) -> torch.Tensor:
+    place, keep = _device_in_python(device), {} if memory_format is None else {"memory_format": memory_format}
+    return self.to(self.device if place is None else place, dtype or self.dtype, non_blocking, copy, **keep)
+
+
+def _to_other(
+    self: torch.Tensor, other: torch.Tensor, non_blocking: bool, copy: bool, memory_format: Any
+) -> torch.Tensor:
+    return _to(self, other.device, other.dtype, non_blocking, copy, memory_format)
+
+
+def _put(made: torch.Tensor, device: torch.device | None, requires_grad: bool) -> torch.Tensor:
+    place = _device_in_python(device)
+    there = made if place is None else made.to(place)
+    return there.detach().requires_grad_() if requires_grad else there
+
+
+_IN_PYTHON: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "to_other": _to_other,
+    "put": _put,
+    "device": lambda self: self.device,
+    "is_cuda": lambda self: self.is_cuda,
+    "is_cpu": lambda self: self.is_cpu,
+    "is_meta": lambda self: self.is_meta,
+    "get_device": lambda self: self.get_device(),
+}
+
+
+# ---- tracing
+
+
+def _traces(patches: Patches) -> None:
+    for owner, name, place in _TRACERS:
+        original = getattr(owner, name, None)
+        if original is not None:
+            patches.set(owner, name, _naming_devices(original, place))
+
+
+def _naming_devices(original: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def trace(*args: Any, **kwargs: Any) -> Any:
+        traced = args[place]
+
+        def run(*inputs: Any, **named: Any) -> Any:
+            found = traced(*inputs, **named)
+            state = torch._C._get_tracing_state()  # type: ignore[attr-defined]
+            if state is not None:
+                _name_devices(state.graph())
+            return found
+
+        return original(*args[:place], run, *args[place + 1 :], **kwargs)
+
+    return trace
+
+
+def _name_devices(graph: Any) -> None:
+    for node in _nodes(graph):
+        if _is_device_constant(node) and is_ours(device := node.output().toIValue()):
+            node.s_("value", str(cuda(device.index)))
