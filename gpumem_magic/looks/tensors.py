@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
 from typing import Any
 
@@ -59,6 +59,28 @@ COMPILED = "_orig_mod"
 # Inside both, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was
 # afterwards. They are C++'s own, as a Ctrl-C may come in one that is written in Python before it has put that back.
 no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+_tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
+_TRACER = torch._C._dispatch_key_parse("Tracer")
+_NOTHING = nullcontext()
+
+
+def untraced() -> AbstractContextManager[None]:
+    """Inside, a trace of TorchScript rests. While it runs, a size that is asked for is a tensor, to be written down."""
+    tracing = _tracing()
+    return _NOTHING if tracing is None else _resting(tracing)
+
+
+@contextmanager
+def _resting(tracing: Any) -> Iterator[None]:
+    # (C++ wants the trace's key among those that operators may meet before the trace ends or goes on.)
+    kept_out = torch._C._dispatch_tls_is_dispatch_key_excluded(_TRACER)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
+    _trace(None)
+    try:
+        yield
+    finally:
+        _trace(tracing)
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, kept_out)
 
 
 def is_tensor(thing: object) -> bool:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from gpumem_magic.failures import swallows
+from gpumem_magic.looks.tensors import untraced
 
 # No work of ours takes so long that another thread would wait for it; an interrupt may have lost a lock.
 _PATIENCE_SECONDS = 5.0
@@ -55,7 +56,7 @@ class Guard:
 
 
 class _Entered:
-    __slots__ = ("_guard", "_lock", "began", "task")
+    __slots__ = ("_guard", "_lock", "_untraced", "began", "task")
 
     def __init__(self, guard: Guard, task: str) -> None:
         self._guard = guard
@@ -64,11 +65,14 @@ class _Entered:
     def __enter__(self) -> None:
         self.began = perf_counter()
         self._lock = self._guard.enter(self)
+        self._untraced = untraced()
+        self._untraced.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
         try:
+            self._untraced.__exit__(None, None, None)
             return self._guard.leave(self, error)
         finally:
             self._lock.release()

@@ -96,7 +96,6 @@ from gpumem_magic.virtual.engine.modes import (
     made_plainly,
     pushed,
     unseen,
-    untraced,
 )
 from gpumem_magic.virtual.engine.out_of_bounds import refuse_out_of_bounds
 from gpumem_magic.virtual.engine.overlaps import (
@@ -164,12 +163,10 @@ def special(
 
 _DETACH, _AS_STRIDED = aten.detach.default, aten.as_strided.default
 _LIKE_ANOTHER = frozenset(
-    operator
-    for name in (
-        *(f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")),
-        *(f"new_{kind}" for kind in ("empty", "empty_strided", "zeros", "ones", "full")),
+    overloads(
+        "empty_like zeros_like ones_like full_like rand_like randn_like randint_like "
+        "new_empty new_empty_strided new_zeros new_ones new_full"
     )
-    for operator in overloads(name)
 )
 # What the body of an operator that the program wrote may raise on a card, too.
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
@@ -445,7 +442,7 @@ class Engine:
         if torch._C._get_tracing_state() is not None:
             if func in TRACED:
                 return TRACED[func](self, func, args, kwargs, device)
-            with untraced():
+            with tensors.untraced():
                 return self._handle(func, args, kwargs, device)
         return self._handle(func, args, kwargs, device)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -36,9 +36,7 @@ DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DETACH = aten.detach.default
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-_tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
-_TRACER = torch._C._dispatch_key_parse("Tracer")
-_NOTHING = nullcontext()
+_tracing = torch._C._get_tracing_state
 _autocast, _transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 # As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
 _plain_dispatch = FakeTensorMode.dispatch
@@ -48,8 +46,8 @@ class ThreadState(threading.local):
     """What each thread is doing: inside a fake kernel, how deep in fake dispatch, in a backward pass, on which device last,
 
     how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
-    one was last noted, a list for the operators that run, where somebody listens, and who does so for all of them, and (operator,
-    what it gives) where that is known before C++ asks.
+    one was last noted, a list for the operators that run, where somebody listens, and who does so for all of them, (operator,
+    what it gives) where that is known before C++ asks, and a list for the words of errors, where C++ would lose them.
     """
 
     in_kernel = False
@@ -61,6 +59,11 @@ class ThreadState(threading.local):
     heard: list[Any] | None = None
     listener: Any = None
     given: tuple[Any, Any] | None = None
+    words: list[str] | None = None
+
+    def note_error(self, error: Exception) -> None:
+        if self.words is not None:
+            self.words.append(str(error))
 
 
 STATE = ThreadState()
@@ -223,6 +226,7 @@ class OperatorMode(TorchDispatchMode):
                 return NotImplemented
             return self.handle(func, types, args, kwargs or {})
         except Exception as error:
+            STATE.note_error(error)
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
 
@@ -339,25 +343,6 @@ def seen_by_others() -> bool:
     return (
         _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
     )
-
-
-def untraced() -> AbstractContextManager[None]:
-    """Inside, a trace of TorchScript rests. While it runs, a size that is asked for is a tensor, to be written down."""
-    tracing = _tracing()
-    return _NOTHING if tracing is None else _resting(tracing)
-
-
-@contextmanager
-def _resting(tracing: Any) -> Iterator[None]:
-    # (C++ wants the trace's key among those that operators may meet before the trace ends or goes on.)
-    kept_out = torch._C._dispatch_tls_is_dispatch_key_excluded(_TRACER)
-    torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, False)
-    _trace(None)
-    try:
-        yield
-    finally:
-        _trace(tracing)
-        torch._C._dispatch_tls_set_dispatch_key_excluded(_TRACER, kept_out)
 
 
 def has_others(mode: TorchDispatchMode | None) -> bool:

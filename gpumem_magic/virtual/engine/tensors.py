@@ -439,6 +439,7 @@ class VirtualTensor(FakeTensor, metaclass=VirtualKind):
                     return engine.fake.dispatch(func, types, args, kwargs)
                 return engine.handle(func, types, args, kwargs or {})
         except Exception as error:
+            STATE.note_error(error)
             __tracebackhide__, args, kwargs = True, (), {}
             raise cut_below_operator(error)  # noqa: B904
 

@@ -15,7 +15,7 @@ import torch.utils._device
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from gpumem_magic.looks.tensors import SPARSE_PARTS
+from gpumem_magic.looks.tensors import SPARSE_PARTS, untraced
 from gpumem_magic.patching import Patches, behind_relays, warnings_remembered
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
@@ -33,7 +33,6 @@ from gpumem_magic.virtual.engine.modes import (
     numbered,
     origin,
     pushed,
-    untraced,
     with_dispatch_of_its_own,
 )
 from gpumem_magic.virtual.engine.pinned import Pinned
@@ -412,7 +411,7 @@ class Factories:
         # (`torch.func`'s `grad` and `jvp` wrap what is made inside them, and TorchScript's trace writes down what C++ is asked.)
         through = (
             _transforms()
-            or torch._C._get_tracing_state() is not None  # type: ignore[attr-defined]
+            or torch._C._get_tracing_state() is not None
             or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
         )
         if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):

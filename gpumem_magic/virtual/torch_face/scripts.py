@@ -1,9 +1,9 @@
 """TorchScript on a virtual device: what `torch.jit` compiled, traced or loaded runs in C++, which asks for a real one.
 
-Three kinds of operators in a graph do so before any dispatch: those that move to a device (`to_dispatch` in
-``torch/csrc/jit/runtime/register_special_ops.cpp`` initialises CUDA), those that make a tensor of numbers there, and those that ask
-a tensor where it lies, which C++ answers with ``meta:i`` (see `modes`). A graph that has any runs as a copy, in which operators of
-our own stand in their places and ask Python; the program's own graph stays as it is, to be printed and saved.
+Three kinds of operators in a graph do so before any dispatch. Those that move to a device initialise CUDA (`to_dispatch` in
+``torch/csrc/jit/runtime/register_special_ops.cpp``); others make a tensor of numbers there, or ask a tensor where it lies, and
+C++ tells them ``meta:i`` (see `modes`). A graph that has any runs as a copy, in which operators of our own stand in their places
+and ask Python; the program's own graph stays as it is, to be printed and saved.
 
 A trace, in turn, is written down by C++ as operators pass: ``meta:i`` among the constants is what it takes for ``cuda:i``.
 """
@@ -22,13 +22,14 @@ import torch.library
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import META, cuda, is_ours, pushed
+from gpumem_magic.virtual.engine.modes import META, STATE, cuda, is_ours, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _NAMESPACE = "gpumem_magic_script"
+_HOW = "bool non_blocking, bool copy, MemoryFormat? memory_format"
 _SCHEMAS = {
-    "to": "(Tensor(a) self, Device? device, ScalarType? dtype, bool non_blocking, bool copy, MemoryFormat? memory_format) -> Tensor(a)",
-    "to_other": "(Tensor(a) self, Tensor other, bool non_blocking, bool copy, MemoryFormat? memory_format) -> Tensor(a)",
+    "to": f"(Tensor(a) self, Device? device, ScalarType? dtype, {_HOW}) -> Tensor(a)",
+    "to_other": f"(Tensor(a) self, Tensor other, {_HOW}) -> Tensor(a)",
     "put": "(Tensor made, Device? device, bool requires_grad) -> Tensor",
     "device": "(Tensor self) -> Device",
     "is_cuda": "(Tensor self) -> bool",
@@ -63,10 +64,12 @@ _TRACERS = (
 def install(patches: Patches, engine: Engine) -> None:
     _knowing_names(patches)
     _traces(patches)
-    twins = _Twins()
-    patches.also_undo(twins.end)
+    copies = _Copies()
+    patches.also_undo(copies.end)
     for kind in (torch.jit.ScriptFunction, torch._C.ScriptMethod):
-        patches.set(kind, "__call__", _calling(kind.__call__, engine, twins))
+        patches.set(kind, "__call__", _calling(kind.__call__, engine, copies))
+    for name in _WORKING_OUT:
+        patches.set(torch._C, name, _with_our_mode(getattr(torch._C, name), engine))
 
 
 def _knowing_names(patches: Patches) -> None:
@@ -91,29 +94,66 @@ def _knowing_names(patches: Patches) -> None:
 # ---- running
 
 
-def _calling(original: Callable[..., Any], engine: Engine, twins: _Twins) -> Callable[..., Any]:
+def _calling(original: Callable[..., Any], engine: Engine, copies: _Copies) -> Callable[..., Any]:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         """What C++ runs makes tensors on the device of its arguments, or on one that it names."""
-        twin = twins.of(self)
-        if twin is None and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+        copied = copies.of(self)
+        if copied is None and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
             return original(self, *args, **kwargs)
-        with pushed(engine.mode):
-            if twin is None:
-                return original(self, *args, **kwargs)
-            return _CALL(twin, *_owner(self), *args, **kwargs)
+        outer, STATE.words = STATE.words, []
+        try:
+            with pushed(engine.mode):
+                given = None if copied is None else _given(self, args, kwargs)
+                return original(self, *args, **kwargs) if given is None else _CALL(copied, *given)
+        except RuntimeError as error:
+            _with_words(error, STATE.words)
+            raise
+        finally:
+            STATE.words = outer
 
     return called
+
+
+def _with_our_mode(original: Callable[..., Any], engine: Engine) -> Callable[..., Any]:
+    def work_out(*args: Any, **kwargs: Any) -> Any:
+        with pushed(engine.mode):
+            return original(*args, **kwargs)
+
+    return work_out
+
+
+_WORKING_OUT = ("_freeze_module", "_jit_pass_optimize_frozen_graph", "_jit_pass_optimize_for_inference")
+"""What runs the operators of a module that is frozen wherever their inputs are known (`torch.jit.freeze` of 2.9 to 2.13)."""
+
+
+def _with_words(error: RuntimeError, words: list[str]) -> None:
+    """The interpreter says where an operator failed, and of a Python error not a word (`handleError` in ``interpreter.cpp``)."""
+    text = error.args[0] if error.args else None
+    if words and type(text) is str and text.endswith(_WORDLESS):
+        error.args = (f"{text.rstrip()} {words[-1]}\n",)
+
+
+_WORDLESS = "\nRuntimeError: \n"
+
+
+def _given(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+    """All arguments in their order, a method's module first: what is made of a graph knows no names and no defaults.
+
+    None where they are not what it takes, which it says in words of its own.
+    """
+    of_method = isinstance(callee, torch._C.ScriptMethod)
+    open_ones = callee.schema.arguments[of_method:][len(args) :]
+    defaults = {one.name: one.default_value for one in open_ones if one.has_default_value()}
+    named = {**defaults, **kwargs}
+    if len(args) > len(callee.schema.arguments) - of_method or {one.name for one in open_ones} != {*named}:
+        return None
+    return [*((callee.owner,) if of_method else ()), *args, *(named[one.name] for one in open_ones)]
 
 
 _CALL: Callable[..., Any] = torch.jit.ScriptFunction.__call__
 
 
-def _owner(callee: Any) -> tuple[Any, ...]:
-    """The module, which is a graph's first input where it is a method's."""
-    return (callee.owner,) if isinstance(callee, torch._C.ScriptMethod) else ()
-
-
-class _Twins:
+class _Copies:
     """For each function and method in TorchScript that asks C++ for a device, the copy that asks Python.
 
     They go with what they are copies of: a graph may hold tensors.
@@ -128,10 +168,10 @@ class _Twins:
             return self._of[callee]
         except KeyError:
             pass
-        twin = self._of[callee] = self._make(callee)
-        if twin is not None:
-            self._of[twin] = None
-        return twin
+        copied = self._of[callee] = self._make(callee)
+        if copied is not None:
+            self._of[copied] = None
+        return copied
 
     def _make(self, callee: Any) -> Any:
         graph = callee.graph.copy()
@@ -157,8 +197,8 @@ class _Twins:
             self._library = None
 
 
-def _nodes(block: Any) -> Iterator[tuple[Any, Any]]:
-    """Every node of a graph or block with those inside it, and what a fork runs (with the graph that it is in)."""
+def _nodes(block: Any) -> Iterator[Any]:
+    """Every node of a graph or block with those inside it."""
     for node in list(block.nodes()):
         for inner in node.blocks():
             yield from _nodes(inner)
@@ -321,7 +361,7 @@ def _naming_devices(original: Callable[..., Any], place: int) -> Callable[..., A
 
         def run(*inputs: Any, **named: Any) -> Any:
             found = traced(*inputs, **named)
-            state = torch._C._get_tracing_state()  # type: ignore[attr-defined]
+            state = torch._C._get_tracing_state()
             if state is not None:
                 _name_devices(state.graph())
             return found
