@@ -138,3 +138,20 @@ def test_registered_host_memory_is_pinned_until_it_is_unregistered() -> None:
     assert runtime.cudaHostUnregister(place) == 0
     assert not weight.is_pinned()
     assert runtime.cudaHostUnregister(place) == 713
+
+
+def test_cudnns_limit_of_plans_is_there_while_the_device_is_on() -> None:
+    cudnn: Any = torch.backends.cudnn
+    assert cudnn.benchmark_limit == 10
+    with cudnn.flags(benchmark_limit=3):
+        assert cudnn.benchmark_limit == 3
+    assert cudnn.benchmark_limit == 10
+    cudnn.benchmark_limit = 0
+    assert cudnn.benchmark_limit == 0
+    gpu.turn_off()
+    assert cudnn.benchmark_limit is None
+
+
+def test_the_build_says_for_which_cuda_it_is() -> None:
+    major, minor = map(int, str(torch.version.cuda).split("."))
+    assert _C._cuda_getCompiledVersion() == 1000 * major + 10 * minor

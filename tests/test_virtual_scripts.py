@@ -375,6 +375,18 @@ def test_after_the_device_a_script_fails_as_it_does_without_one() -> None:
     assert _described(scripted(torch.ones(1), torch.ones(1))) == _described(asked_where(torch.ones(1), torch.ones(1)))
 
 
+def length(x: torch.Tensor):  # type: ignore[no-untyped-def]
+    return torch.tensor([x.size()[0]])
+
+
+def test_a_trace_has_a_script_as_the_program_wrote_it() -> None:
+    scripted = torch.jit.script(length)
+    for place in ("cpu", "cuda"):
+        traced = torch.jit.trace(lambda x: scripted(x) + 1, torch.ones(7, device=place))
+        assert traced(torch.ones(5, device=place)).tolist() == [6]
+        assert "gpumem" not in str(traced.inlined_graph)
+
+
 def test_a_recording_adds_nothing_to_a_trace() -> None:
     """It looks at a module's input and result while C++ writes down what is asked of them."""
     gpu.turn_off()

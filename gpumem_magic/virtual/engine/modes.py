@@ -338,11 +338,14 @@ def undisturbed() -> bool:
     return not (_len_torch_dispatch_stack() or _autocast() or _transforms())
 
 
+def is_tracing() -> bool:
+    """Whether TorchScript writes down what this thread calls."""
+    return _tracing() is not None
+
+
 def seen_by_others() -> bool:
     """Whether a trace, the compiler or a pass of tangents would see an operator on plain tensors."""
-    return (
-        _tracing() is not None or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
-    )
+    return is_tracing() or get_eval_frame_callback() is not None or torch.autograd.forward_ad._current_level >= 0
 
 
 def has_others(mode: TorchDispatchMode | None) -> bool:

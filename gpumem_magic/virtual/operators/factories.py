@@ -29,6 +29,7 @@ from gpumem_magic.virtual.engine.modes import (
     cuda,
     has_others,
     is_ours,
+    is_tracing,
     made_plainly,
     numbered,
     origin,
@@ -409,11 +410,7 @@ class Factories:
         """The factory's result on virtual device `index`."""
         given = (*args, *kwargs.values())
         # (`torch.func`'s `grad` and `jvp` wrap what is made inside them, and TorchScript's trace writes down what C++ is asked.)
-        through = (
-            _transforms()
-            or torch._C._get_tracing_state() is not None
-            or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
-        )
+        through = _transforms() or is_tracing() or (_len_torch_dispatch_stack() and has_others(self._engine.mode))
         if through or any(isinstance(arg, VirtualTensor) or _wraps_others(arg) for arg in given):
             with origin(self._origin()), pushed(self._engine.mode):
                 return original(*args, **{**kwargs, "device": numbered(index)})
@@ -472,7 +469,7 @@ class Factories:
         """The factory's result on the meta device: by what it gave before, as PyTorch has some of these in Python."""
         given = (*args, *kwargs.values())
         # (TorchScript's trace holds what was called, and a mode sees it.)
-        seen = torch._C._get_tracing_state() is not None or _len_torch_function_stack() or _len_torch_dispatch_stack()
+        seen = is_tracing() or _len_torch_function_stack() or _len_torch_dispatch_stack()
         if seen or not all(map(_is_plainly_given, given)):
             return made_plainly(original, *args, **kwargs)
         # (1, 1.0 and True are the same key.)

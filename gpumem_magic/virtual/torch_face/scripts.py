@@ -22,7 +22,7 @@ import torch.library
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import META, STATE, cuda, is_ours, pushed
+from gpumem_magic.virtual.engine.modes import META, STATE, cuda, is_ours, is_tracing, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _NAMESPACE = "gpumem_magic_script"
@@ -97,7 +97,8 @@ def _knowing_names(patches: Patches) -> None:
 def _calling(original: Callable[..., Any], engine: Engine, copies: _Copies) -> Callable[..., Any]:
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         """What C++ runs makes tensors on the device of its arguments, or on one that it names."""
-        copied = copies.of(self)
+        # (A trace writes down a call of what the program has.)
+        copied = None if is_tracing() else copies.of(self)
         if copied is None and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
             return original(self, *args, **kwargs)
         outer, STATE.words = STATE.words, []
@@ -231,7 +232,11 @@ def _substitute(node: Any) -> str | None:
         return "to_other" if "other" in names else "to" if kind == "aten::cuda" or "device" in names else None
     if kind == "aten::type_as":
         return "to_other"
-    return "put" if kind in _MADE_OF_NUMBERS and "device" in _argument_names(node) else None
+    return "put" if kind in _MADE_OF_NUMBERS and not _is_none(_arguments(node).get("device")) else None
+
+
+def _is_none(value: Any) -> bool:
+    return value is None or str(value.type()) == "NoneType"
 
 
 def _argument_names(node: Any) -> list[str]:
@@ -361,9 +366,8 @@ def _naming_devices(original: Callable[..., Any], place: int) -> Callable[..., A
 
         def run(*inputs: Any, **named: Any) -> Any:
             found = traced(*inputs, **named)
-            state = torch._C._get_tracing_state()
-            if state is not None:
-                _name_devices(state.graph())
+            if is_tracing():
+                _name_devices(torch._C._get_tracing_state().graph())
             return found
 
         return original(*args[:place], run, *args[place + 1 :], **kwargs)

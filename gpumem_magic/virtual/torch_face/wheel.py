@@ -28,9 +28,31 @@ def install(patches: Patches) -> None:
         patches.set(torch.version, "cuda", its.cuda)
         patches.set(torch.backends.cudnn, "version", lambda: its.cudnn)
         patches.set(torch.backends.cudnn, "is_available", lambda: True)
+        patches.entry(torch.backends.cudnn.set_flags.__globals__, "is_available", lambda: True)
+        _how_many_plans(patches)
+        major, minor = parse_version(its.cuda)
+        patches.set(torch._C, "_cuda_getCompiledVersion", lambda: 1000 * major + 10 * minor)
         # (Which of them it is changes no count.)
         preferred = preferring(torch.backends.cuda.preferred_linalg_library, ("Magma", "Cusolver"))
         patches.set(torch.backends.cuda, "preferred_linalg_library", preferred)
+
+
+def _how_many_plans(patches: Patches) -> None:
+    """`torch.backends.cudnn.benchmark_limit`, of which a build for the host has not even the name. Which plans are tried, and
+    what they take, is no matter of how many (see `operators.cudnn`)."""
+    limit = [_PLANS_TRIED]
+
+    def set_limit(value: int) -> None:
+        limit[0] = int(value)
+
+    patches.set(torch._C, "_cuda_get_cudnn_benchmark_limit", lambda: limit[0])
+    patches.set(torch._C, "_cuda_set_cudnn_benchmark_limit", set_limit)
+    shown = torch.backends.ContextProp(lambda: limit[0], set_limit)
+    patches.set(type(torch.backends.cudnn), "benchmark_limit", shown)
+
+
+_PLANS_TRIED = 10
+"""``Context.h``: ``benchmark_limit_cudnn``."""
 
 
 def preferring(ask: Callable[..., Any], lacking: Sequence[str], tell: Callable[[Any], None] | None = None) -> Any:
