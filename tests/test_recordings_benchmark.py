@@ -71,7 +71,14 @@ def test_one_run_is_compared_with_all_of_its_recordings(tool: dict[str, Any], tm
 
 @pytest.mark.parametrize(
     ("more", "why"),
-    [({"change": [["no such line", ""]]}, "no such line"), ({"packages": {"torch": "0.1"}}, "it needs torch 0.1")],
+    [
+        ({"change": [["no such line", ""]]}, "no such line"),
+        ({"packages": {"torch": "0.1"}}, "it needs torch 0.1"),
+        (
+            {"change": [["import torch", "import os; os.write(2, b'a warning'); os.kill(os.getpid(), 9)"]]},
+            "ended by signal 9",
+        ),
+    ],
 )
 def test_what_cannot_be_run_is_left_out_with_the_reason(
     tool: dict[str, Any], tmp_path: Path, more: dict[str, Any], why: str

@@ -114,6 +114,8 @@ FIRST = {
     "stride": (2, 2),
     "padding": (3, 3),
 }
+THIRD = {"fine": (1, 256, 14, 14), "weight": (256, 256, 3, 3), "coarse": (1, 256, 14, 14)}
+THIRDS_FIRST = {**THIRD, "fine": (1, 256, 28, 28), "stride": (2, 2)}
 OLD, LESS_OLD = (2, 2), (2, 5)
 
 
@@ -132,6 +134,11 @@ OLD, LESS_OLD = (2, 2), (2, 5)
         # `resnet50-momentum-page`, whose first layer 9.1 reads as it lies.
         (convolution(**FIRST), OLD, A100, 3_851_024),
         (convolution(**FIRST), LESS_OLD, (8, 6), 75_280),
+        # Few tiles of 2,304 summands are gathered from several blocks; on an A100 an input's gradient is so, too.
+        (convolution(**THIRD), OLD, A100, 2_822_575),
+        (convolution(**THIRD), LESS_OLD, (8, 6), 2_822_575),
+        (convolution(**THIRDS_FIRST), OLD, A100, 3_424_687),
+        (convolution("input", **THIRD), OLD, A100, 3_023_279),
         # `octree-nca-slide-inference-2.3`, on an RTX 3090.
         (convolution(fine=(1, 32, 604, 604), weight=(64, 32, 1, 1), coarse=(1, 64, 604, 604)), (2, 3), (8, 6), 128 * MIB),
         (convolution(fine=(1, 64, 604, 604), weight=(13, 64, 1, 1), coarse=(1, 13, 604, 604)), (2, 3), (8, 6), 0),
@@ -411,6 +418,9 @@ RESNET = {"fine": (32, 64, 56, 56), "weight": (64, 64, 3, 3), "coarse": (32, 64,
 PRODUCT = {"fine": (32, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (32, 256, 56, 56), "padding": (0, 0)}
 DILATED = {**RESNET, "padding": (2, 2), "dilation": (2, 2)}
 FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
+DEEP = {"fine": (4, 512, 16, 16), "weight": (512, 512, 3, 3), "coarse": (4, 512, 16, 16)}
+DEEP_AND_MANY = {**DEEP, "fine": (64, 512, 16, 16), "coarse": (64, 512, 16, 16)}
+DEEP_SIDE, DEEP_WEIGHT = 4 * 512 * 16 * 16, 512 * 512 * 9
 
 
 @pytest.mark.parametrize(
@@ -437,6 +447,13 @@ FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
          True, 64 * 4 * (64 + 256)),
         (convolution("weight", fine=(64, 64, 1, 1), weight=(256, 64, 1, 1), coarse=(64, 256, 1, 1), padding=(0, 0)), A100,
          True, 0),
+        # Of many summands an A100's blocks gather more tiles (128 of them, and the numbers that they wait on); elsewhere the
+        # result is copied. Of many results neither is done.
+        (convolution(**DEEP), A100, True, (DEEP_SIDE + DEEP_WEIGHT + DEEP_SIDE + 64, 175)),
+        (convolution(**DEEP), (8, 6), True, (DEEP_SIDE + DEEP_WEIGHT + DEEP_SIDE, 16)),
+        (convolution("input", **DEEP), A100, True, (DEEP_SIDE + DEEP_WEIGHT + 2 * DEEP_SIDE + 64, 175)),
+        (convolution("input", **DEEP), (8, 6), True, (DEEP_SIDE + DEEP_WEIGHT + DEEP_SIDE, 16)),
+        (convolution(**DEEP_AND_MANY), A100, True, (16 * DEEP_SIDE + DEEP_WEIGHT, 16)),
         (convolution(last=True, **RESNET), A100, True, (FINE + NARROW, 16)),
         (convolution("input", last=True, **RESNET), (8, 6), True, (FINE + NARROW, 16)),
         (convolution("weight", last=True, **RESNET), A100, True, (2 * FINE + 16 * NARROW, 16)),

@@ -179,6 +179,8 @@ def snapshots(cases: Sequence[Mapping[str, Any]], repositories: Path, scratch: P
     written = sorted(kept.iterdir())
     if done.returncode or len(written) < (last or 1):
         why = (done.stderr.strip().splitlines() or ["it wrote no snapshot"])[-1]
+        if done.returncode < 0:  # Its last line is a warning then, and says nothing of the end.
+            why = f"it was ended by signal {-done.returncode}; a 9 often means that the host has no memory left"
         raise Skip(f"the program failed: {why}")
     return written, time.perf_counter() - began
 

@@ -19,7 +19,8 @@ Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. Wha
   one image 8.9 copies input, weight and result (ResNet-50 with 2.2).
 
 All else is as since: recordings of ResNet-50's training (one sample; an A100 with 2.2, an A10G with 2.5) show the same copies in
-TF32, and nvidia-smi's figures for VGG-16 and ResNet-50 (`benchmarks/accuracy`) agree with them.
+TF32, and the same sums of few tiles (`_gathered`); and nvidia-smi's figures for VGG-16 and ResNet-50 (`benchmarks/accuracy`)
+agree with them.
 
 As PyTorch does in ``Conv_v8.cpp``: what has no room is no error, since cuDNN then takes a way that needs less; and with
 ``torch.backends.cudnn.benchmark`` the first call of each kind empties the cache after its trials. How much the trials themselves
@@ -355,6 +356,12 @@ _FEW_SUMMANDS = 192
 _MANY_SUMMANDS = 3200
 _FEW_SUMMANDS_OF_A_WEIGHT = 64
 _MANY_VALUES_OF_A_WEIGHT = 384
+_MANY_RESULTS = 8192
+_EDGE_OF_A_TILE = 64
+_SUMMANDS_OF_A_TILE, _FEW_TILES, _TILES_OF_MANY_SUMMANDS = 1536, 24, 512
+_FEW_TILES_OF_A_GRADIENT, _CHANNELS_OF_A_GRADIENT = 32, 200
+_FEW_VALUES, _VALUES_OF_A_COUNTER, _VALUES_OF_A_LARGE_COUNTER = 2**18, 1024, 8192
+_BESIDE_TILES = 159
 _WHOLE_SUMMANDS = 1152
 _LARGE_SUMS = 3
 _BYTES_OF_A_SUM = 4
@@ -428,20 +435,59 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
     if call.way == "forward":
         if summands < _FEW_SUMMANDS or max(given, made) < _CHANNELS_TOGETHER:
             return 0
-        # On Hopper results are copied, too, unless they are more channels than were given, each of few summands.
-        hopper = capability >= (9, 0)
-        whole = summands >= (_WHOLE_SUMMANDS if hopper else _MANY_SUMMANDS) or (hopper and given >= made)
-        return fine + weight + (coarse if whole and not call.last else 0)
+        if call.last:
+            return fine + weight
+        if capability >= (9, 0):
+            # Results are copied, too, unless they are more channels than were given, each of few summands.
+            whole = summands >= _WHOLE_SUMMANDS or given >= made
+        else:
+            gathered = _gathered(call, capability)
+            if gathered:
+                return fine + weight + gathered
+            whole = summands >= _MANY_SUMMANDS and results < _MANY_RESULTS
+        return fine + weight + (coarse if whole else 0)
     if call.way == "input":
         if call.last:
             return weight + coarse
-        return 0 if given < _FEW_CHANNELS or results < _FEW_SUMMANDS_OF_A_WEIGHT else fine + weight + coarse
+        few = given < _FEW_CHANNELS or results < _FEW_SUMMANDS_OF_A_WEIGHT
+        return 0 if few else fine + weight + coarse + _gathered(call, capability)
     few = min(given, made) < _FEW_CHANNELS // 2 and prod(call.kernel) < _LARGE_KERNEL
     if few or results < _FEW_SUMMANDS_OF_A_WEIGHT:
         return 0
     # A weight of one point has both layouts.
     copied = int(not call.last and prod(call.kernel) > 1)
     return fine + coarse + weight * (copied + (_partial_sums(call) if capability == (8, 0) else 0))
+
+
+def _gathered(call: Convolution, capability: tuple[int, int]) -> int:
+    """The result in float32, in whole tiles, where several blocks add up what makes one of them, and what they wait on; else 0.
+
+    Its size is that of cuDNN 9.20's answers, and of a recording with 8.9. When it is so was fitted to the answers for an A100 and
+    an RTX 3090: where many numbers are summed for few tiles, and on an A100 also for more of them.
+    """
+    if capability >= (9, 0):
+        return 0
+    forward = call.way == "forward"
+    side, other = (call.coarse, call.fine) if forward else (call.fine, call.coarse)
+    channels, summands = (
+        round_up(side[1], _CHANNELS_TOGETHER),
+        round_up(other[1], _CHANNELS_TOGETHER) * prod(call.kernel),
+    )
+    values = round_up(side[0] * prod(side[2:]), _EDGE_OF_A_TILE) * round_up(channels, _EDGE_OF_A_TILE)
+    tiles = values // _EDGE_OF_A_TILE**2
+    many = capability == (8, 0) and summands >= _MANY_SUMMANDS and tiles <= _TILES_OF_MANY_SUMMANDS
+    few = summands >= _SUMMANDS_OF_A_TILE
+    if forward:
+        few &= tiles <= _FEW_TILES
+    else:
+        # A gradient with a stride goes by other kernels.
+        many &= set(call.stride) == {1}
+        few &= capability == (8, 0) and set(call.stride) == {1}
+        few &= tiles <= _FEW_TILES_OF_A_GRADIENT and channels >= _CHANNELS_OF_A_GRADIENT
+    if not (many or few):
+        return 0
+    counters = values // (_VALUES_OF_A_COUNTER if values <= _FEW_VALUES else _VALUES_OF_A_LARGE_COUNTER)
+    return _BYTES_OF_A_SUM * (values + counters) + _BESIDE_TILES
 
 
 def _partial_sums(call: Convolution) -> int:
