@@ -21,6 +21,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
+from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.decisions import (
     checks_for_none,
     chooses_a_way,
@@ -31,6 +32,7 @@ from gpumem_magic.looks.decisions import (
     leads_to,
     looks_up,
     makes_a_size,
+    only_waits,
     selects,
     waits,
 )
@@ -544,6 +546,78 @@ def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> Non
 )
 def test_which_lines_are_waited_for(tmp_path: Path, code: str, waited: bool) -> None:
     assert waits(*read_in(tmp_path, code)) is waited
+
+
+@pytest.mark.parametrize(
+    ("code", "only"),
+    [
+        ("while not x.all():\n    step()", True),
+        ("while True:\n    step()\n    if x.item() > 2:\n        break", True),
+        ("i = 0\nwhile not x.all():\n    i += 1\n    if i > 50:\n        break", False),
+        ("while True:\n    if x.item() > 2:\n        break\n    if t > 2:\n        break", False),
+        ("while t < 9:\n    t += 1\n    if x.item() > 2:\n        break", False),
+    ],
+)
+def test_which_lines_alone_end_a_loop(tmp_path: Path, code: str, only: bool) -> None:
+    assert only_waits(*read_in(tmp_path, code)) is only
+
+
+LOOPS = """
+def solve(until):
+    at, state, turns = torch.zeros((), device="cuda"), unknown(), 0
+    while at < until:
+        at = at + 0.001 / state.norm()
+        turns += 1
+    return turns
+
+
+def drawn():
+    turns = 0
+    while True:
+        found = unknown().argmax()
+        turns += 1
+        if found == 7:
+            break
+    return turns
+
+
+def limited():
+    turns = 0
+    while not (unknown() == 3).all():
+        turns += 1
+        if turns > 50:
+            break
+    return turns
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "turns"),
+    [
+        ("[solve(one) for one in (1, 2, 3)]", [300, 10, 10]),
+        ("[drawn(), drawn()]", [300, 10]),
+        ("[limited() for _ in range(25)]", [51] * 25),
+    ],
+)
+def test_a_loop_that_only_waits_is_let_go(tmp_path: Path, call: str, turns: list[int]) -> None:
+    gpu.turn_on("T4")
+    place = tmp_path / "loops.py"
+    place.write_text(LOOPS, "utf-8")
+    names: dict[str, Any] = {"torch": torch, "unknown": unknown, "__name__": "program"}
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        exec(compile(LOOPS, str(place), "exec"), names)
+        assert eval(call, names) == turns
+    assert sum("its loop is ended here" in str(one.message) for one in seen) == (max(turns) == 300)
+
+
+def test_a_number_that_ends_a_loop_is_no_flag(tmp_path: Path) -> None:
+    """What is compared on the host is read as a number; a line whose loop ends by itself starts anew."""
+    reads = Reads()
+    place = str(tmp_path / "ends.py")
+    Path(place).write_text("while not x.all():\n    step()\n", "utf-8")
+    for _ in range(40):
+        assert [reads.flag((place, 1), flag) for flag in [False] * 50 + [True]] == [False] * 50 + [True]
 
 
 def test_a_check_is_said_behind_the_answer(tmp_path: Path) -> None:

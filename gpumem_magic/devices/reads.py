@@ -13,10 +13,13 @@ from types import CodeType, FrameType
 import torch
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, waits
+from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, only_waits, waits
 
 # Reads of one line behind which a loop is taken to wait for a value.
 _MANY = 1000
+# Turns for which a loop waits for a flag; and where one has waited in vain, for which the next do.
+_TURNS = 300
+_MORE = 10
 _SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 # What hands a call on, and under which name it has what is called: `VirtualTensor`, and our ``ScriptFunction.__call__``.
 _HANDED_ON = {"__torch_function__": "func", "called": "self"}
@@ -49,6 +52,10 @@ class Reads:
         self.solved: set[_Line] = set()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
         self.instructions: dict[_Line, dict[int, tuple[int | None, int | None]]] = defaultdict(dict)
+        # The flag that each line was given last, and how often in a row.
+        self.flags: dict[_Line, tuple[bool, int]] = {}
+        # The lines whose loops were let go.
+        self._let_go: set[_Line] = set()
         # The line that read last.
         self.latest: _Line | None = None
         # The error (`id`) that the program handles, and that was looked at.
@@ -77,13 +84,37 @@ class Reads:
             self.marks[line[0], line[1], "whole"] += 1
             if several:
                 self.marks[line[0], line[1], "list"] += 1
-        if self.counts[line] == _MANY and (reader == "scripted" or waits(*line)):
-            warnings.warn(
-                f"line {line[1]} of {os.path.basename(line[0])} has read values {_MANY:,} times that the virtual GPU does not "
-                "know: its loop may never end. values=real behind the card's name computes them; --until-repeat and "
+        if self.counts[line] == _MANY and (reader == "scripted" or (waits(*line) and not self._is_let_go(line))):
+            self._warn(
+                line,
+                _MANY,
+                "its loop may never end. values=real behind the card's name computes them; --until-repeat and "
                 "--max-iterations end a run",
-                stacklevel=3,
             )
+
+    def flag(self, line: _Line, value: bool) -> bool:
+        """What a line is given for a flag that nobody knows: this value; after many turns of a loop that only waits for the
+        other, that one."""
+        before, times = self.flags.get(line, (value, 0))
+        times = times + 1 if before is value else 1
+        self.flags[line] = value, times
+        if times < (_MORE if line in self._let_go else _TURNS) or not self._is_let_go(line):
+            return value
+        if line not in self._let_go:
+            self._let_go.add(line)
+            self._warn(line, _TURNS, "its loop is ended here. values=real behind the card's name computes them")
+        del self.flags[line]
+        return not value
+
+    def _is_let_go(self, line: _Line) -> bool:
+        return line in self.flags and only_waits(*line)
+
+    def _warn(self, line: _Line, times: int, what: str) -> None:
+        warnings.warn(
+            f"line {line[1]} of {os.path.basename(line[0])} has read values {times:,} times that the virtual GPU does not "
+            f"know: {what}",
+            stacklevel=4,
+        )
 
     def places(self, line: _Line) -> tuple[tuple[int, int], ...]:
         """Where in the line it was read: lines, and columns in bytes. Empty where Python does not tell, as before 3.11."""

@@ -148,10 +148,17 @@ def leads_to(file: str, read: int, raised: int, raised_in: str = "", made_of_it:
 def waits(file: str, line: int) -> bool:
     """Whether what the line reads ends a ``while``, as its test or, where it has none, in each ``if`` that leaves it."""
     reached = _reached(file, line, ())
-    loops = {test.decides for test in reached.of_file().tests if test.decides.startswith("wait ")}
+    return any(reached.decides_all(loop) for loop in reached.loops())
+
+
+def only_waits(file: str, line: int) -> bool:
+    """Whether the line is a ``while``, or what leaves one without a test, that nothing else ends (but an error)."""
+    reached = _reached(file, line, ())
     return any(
-        all(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests(loop))
-        for loop in loops
+        any(map(reached.stands_in, reached.tests(loop)))
+        and reached.decides_all(loop)
+        and reached.decides_all(loop.replace("wait", "leave"), _VALUE)
+        for loop in reached.loops()
     )
 
 
@@ -218,6 +225,14 @@ class _Reached:
     def of_file(self) -> FileFlows:
         """Of the file that reads."""
         return self._files[0]
+
+    def loops(self) -> set[str]:
+        """The loops that have no other count than a test, as their tests are named."""
+        return {test.decides for test in self.of_file().tests if test.decides.startswith("wait ")}
+
+    def decides_all(self, decides: str, most: int = _TOLD) -> bool:
+        """Whether it decides each test of a kind, and is no farther from it."""
+        return all(self.stands_in(test) or self.has(test, _VALUE, most) for test in self.tests(decides))
 
     def tests(self, decides: str) -> Iterator[tuple[int, Uses]]:
         return (

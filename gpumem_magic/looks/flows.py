@@ -137,10 +137,11 @@ class Flow(NamedTuple):
 class Test(NamedTuple):
     """decides: "loop" (its end), "each" (how often it runs, by a length), "branch", "check" (the same, for numbers that are none)
     or "size" ("sized": by any value; "rounded": what whole numbers are made of), or a "wait" with the line of a ``while``: its
-    test, or all that end it where it has none; "if" is each ``if`` and ``match``, whatever stands in it. A value may have chosen
-    the object that is "called", or "asked" to do something. As much is taken of something else (but: what that is) as is "held",
-    or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints" is an ``if`` that does nothing but
-    show lines. unless: it decides that only where one of these methods is another in a subclass.
+    test, or all that end it where it has none ("leave": what else ends it). "if" is each ``if`` and ``match``, whatever stands
+    in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
+    (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
+    is an ``if`` that does nothing but show lines. unless: it decides that only where one of these methods is another in a
+    subclass.
     """
 
     source: Uses
@@ -395,6 +396,8 @@ class _FlowReader:
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
             self._test(test, f"wait {around.lineno}")
+        elif ends and isinstance(around, ast.While) and around is not node:
+            self._test(test, f"leave {around.lineno}")
         if checks(test):
             if works or any(isinstance(one, ast.Break) for one in inner):
                 self._test(test, "check")

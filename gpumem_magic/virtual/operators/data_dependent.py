@@ -35,6 +35,8 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     if found is not None and found.exact:
         if found.supplied:
             engine.count_stand_in(by_user=True)
+        if engine.reads.flags and args[0].dtype == torch.bool:
+            engine.reads.flags.pop(users_line(), None)
         return found.host.item()
     given = supplied.value_for(args[0].dtype, users_line)
     if given is not None:
@@ -47,10 +49,16 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     if found is not None:
         value = found.host.item()
         if isinstance(value, int) or cmath.isfinite(value):
-            engine.count_stand_in(dtype=args[0].dtype)
-            return value
-    engine.count_stand_in(dtype=args[0].dtype)
-    return engine.guessed(args[0], _aten.zeros.default((), dtype=args[0].dtype)).item()
+            return _unknown_number(engine, args[0].dtype, value)
+    return _unknown_number(
+        engine, args[0].dtype, engine.guessed(args[0], _aten.zeros.default((), dtype=args[0].dtype)).item()
+    )
+
+
+def _unknown_number(engine: Engine, dtype: torch.dtype, value: Any) -> Any:
+    """What is given for a number that nobody knows, where this is what is guessed."""
+    line = engine.count_stand_in(dtype=dtype)
+    return engine.reads.flag(line, value) if dtype == torch.bool else value
 
 
 @special(_aten.equal.default, _aten.allclose.default)
