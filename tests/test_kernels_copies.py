@@ -616,6 +616,8 @@ def test_a_conjugated_matrix_is_copied_unless_it_is_transposed() -> None:
     batch = torch.zeros(3, 30, 40, dtype=torch.complex64, device="cuda")
     assert made(lambda: batch.conj() @ y.expand(3, 40, 20).contiguous().conj())[-2:] == [3 * y.nbytes, batch.nbytes]
     assert made(lambda: batch.mH @ batch) == [3 * 40 * 40 * 8]
+    # A result without elements asks for nothing (`linear` of no samples on an H100).
+    assert made(lambda: x[:0] @ y.conj()) == []
     # Of one number each, of which the batch's is not asked whether it is transposed (the samples of an H100).
     one = torch.zeros(3, 1, 1, dtype=torch.complex64, device="cuda")
     assert made(lambda: one @ one.conj()) == [24, 24]

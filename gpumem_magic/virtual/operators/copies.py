@@ -281,7 +281,10 @@ def _margins_of_labels(engine: Engine, func: Any, args: Any, kwargs: Any, device
 @special(*_PRODUCTS, table=BESIDE)
 def _product(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int] | Kernels:
     """Plain copies, and of complex numbers those that are conjugated, where a product takes them as they lie: cuBLAS conjugates
-    what it transposes. The second first (`cublasCommonArgs` and `prepare_batch_matrix_for_cublas` in ``Blas.cpp``)."""
+    what it transposes. The second first (`cublasCommonArgs` and `prepare_batch_matrix_for_cublas` in ``Blas.cpp``). It is not
+    asked for a result without elements."""
+    if not out.numel():
+        return Kernels((), ())
     in_rows = out.stride(-1) == 1 and (out.dim() == 2 or out.stride(-2) != 1)
     matrices = (
         [args[place] for place in reversed(_PRODUCTS[func])] if in_rows else [args[place] for place in _PRODUCTS[func]]
