@@ -92,6 +92,9 @@ def _run_inside(given: argparse.Namespace) -> None:
 
     for name in _HELPERS:
         _stand_in(f"torch.testing._internal.common_{name}")
+    utils: Any = importlib.import_module("torch.testing._internal.common_utils")
+    # (As their own runner has it.)
+    utils.GRAPH_EXECUTOR = utils.ProfilingMode.PROFILING
     outcomes = _Outcomes()
     options = ["-q", "--noconftest", "-c", os.devnull, "-p", "no:cacheprovider", f"--timeout={_SECONDS}", "--tb=short"]
     pytest.main([given.files[0], *options, "-k", given.names], plugins=[outcomes])

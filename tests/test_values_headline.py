@@ -771,7 +771,7 @@ def test_a_size_of_a_stand_in_is_said_first(tmp_path: Path) -> None:
             pass
     """
     first = run(tmp_path, code)
-    assert first.startswith("A loop may have ended earlier or later than on a GPU, and sizes may be others: it goes by")
+    assert first.startswith("A loop may have ended earlier or later than on a GPU, and sizes may be others: they go by")
     assert "read at `program.py:4` and 1 more;" in first
     first = run(tmp_path, code.partition("while")[0])
     assert first.startswith("A size may be another on a GPU: it is made of a value that the virtual GPU does not know")

@@ -98,7 +98,8 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     said += "".join(f", {_ALSO[kind]}" for kind in others)
     more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
     place = _read_at(next(one for one in deciding if one.decides == first))
-    doubt = f"{said}: {how} a value that the virtual GPU does not know, read at {place}{more}; {_REAL}."
+    why = f"{'they go by' if others else how} {'values' if more else 'a value'} that the virtual GPU does not know"
+    doubt = f"{said}: {why}, read at {place}{more}; {_REAL}."
     causes = [cause.name for cause in report.shown_causes]
     mild = _MILD | {"loop"} if _SOUND in causes or _OF_EACH.intersection(causes[:1]) else _MILD
     return doubt, not mild.issuperset(kinds)
