@@ -330,3 +330,17 @@ def test_a_virtual_tensor_is_no_value_and_shapes_must_fit() -> None:
         gpumem_magic.stand_in(unknown(2))
     with pytest.raises(ValueError, match="has the shape"):
         gpumem_magic.stand_in([1.0, 2.0], tensor=unknown(3))
+
+
+@pytest.mark.parametrize("values", ["stand-in", "auto"])
+def test_no_number_that_nobody_knows_is_equal_to_a_given_one(values: str) -> None:
+    """`if loss == 0: continue` skips no step (a detector's training loop)."""
+    gpu.turn_on(f"T4,values={values}")
+    loss = torch.rand(300, 300, device="cuda").sum() / torch.tensor(2.0, device="cuda").clamp(min=1)
+    several = loss * torch.ones(3, device="cuda")
+    # (What an `assert` reads is as it asserts.)
+    answers = [bool(one) for one in (loss == 0, loss != 0, (several == 0).any(), (several != 0).all())]
+    assert answers == [False, True, False, True]
+    # What is not a number is not equal to itself.
+    answers = [bool(one) for one in (loss == loss, loss != loss, (torch.zeros(3, device="cuda") == 0).all())]
+    assert answers == [True, False, True]

@@ -45,6 +45,8 @@ _MOST_READ = 1 << 20
 _MOST_FILLED = 1 << 24
 # What may bring a large matrix to the host; others are not run on one that is known by its two elements.
 _COPYING = set(overloads("_to_copy copy_"))
+# What asks whether numbers are equal, or are not.
+_EQUAL, _OTHER = set(overloads("eq.Scalar eq.Tensor")), set(overloads("ne.Scalar ne.Tensor"))
 # How the names of factories begin that draw random numbers.
 _DRAWING = ("rand", "normal")
 
@@ -358,6 +360,10 @@ class KnownEngine(ComputingEngine):
     def _followed(self, way: Way, func: Any, args: Any, kwargs: Any, device: int) -> Any:
         """Runs an operator, and runs it on the host as well where that is possible and cheap."""
         found = self._all_known(func, args, kwargs) if way.computes and self.tape is None else None
+        compares = found is not None and not found.sure and _asks_whether_equal(func, args)
+        if compares:
+            # No number that is only guessed is equal to a given one.
+            found = None
         ahead = None
         # (A size that is only guessed is not the one that the same mask gives elsewhere: `Engine.selected`.)
         if found is not None and way.first and (found.sure or not sized_by_values(func)):
@@ -389,7 +395,9 @@ class KnownEngine(ComputingEngine):
             return out
         if way.writes:
             self._drop(func, args, kwargs)
-        if way.guess is not None and self.bounds.guesses:
+        if compares:
+            all_attributes(out)[GUESS] = float(func in _OTHER)
+        elif way.guess is not None and self.bounds.guesses:
             guesses.note(way.guess, self.fresh, out, args, kwargs)
         return out
 
@@ -661,6 +669,11 @@ class _Arguments:
         self.supplied = False
         self.blank: list[Any] = []
         self.given: dict[int, torch.Tensor] = {}
+
+
+def _asks_whether_equal(func: Any, args: Any) -> bool:
+    """Whether floating numbers are compared for equality, other than with themselves."""
+    return (func in _EQUAL or func in _OTHER) and args[0].is_floating_point() and args[0] is not args[1]
 
 
 def any_known(args: Any) -> bool:
