@@ -80,6 +80,19 @@ def test_the_norms_of_complex_numbers_are_shared_as_real_ones(on: Callable[[str]
     assert made(lambda: torch.linalg.vector_norm(x, dtype=torch.complex128))[1:] == [512 * 512 * 16, 512, 4]
 
 
+def test_the_norm_of_a_single_complex_number_is_its_size(on: Callable[[str], Any]) -> None:
+    """As an H100 was asked for with 2.11 (`linalg_vector_norm_out`, since 2.4)."""
+    on("H100,torch=2.11")
+    one = torch.zeros((), device="cuda", dtype=torch.complex128)
+    column = torch.zeros(100, 1, device="cuda", dtype=torch.complex64)
+    assert made(lambda: torch.linalg.vector_norm(one, 4)) == [8, 16]
+    assert made(lambda: torch.linalg.vector_norm(column, dim=1)) == [400, 800]
+    assert made(lambda: torch.linalg.vector_norm(column, 2, 1, dtype=torch.complex128)) == [800, 1600, 1600]
+    on("H100,torch=2.3")
+    older = torch.zeros(100, 1, device="cuda", dtype=torch.complex64)
+    assert made(lambda: torch.linalg.vector_norm(older, dim=1)) == [400]
+
+
 def test_what_is_summed_in_another_type_is_copied_first(on: Callable[[str], Any]) -> None:
     on("A100-40GB")
     mask = torch.ones(1 << 20, dtype=torch.bool, device="cuda")

@@ -210,6 +210,7 @@ KERNELS: dict[Any, _ReductionKernel] = {
     _aten.var_mean.correction: _WELFORD,
     _aten.std_mean.correction: _WELFORD,
 }
+_BY_SIZE_FROM = (2, 4)
 # The dimensions are an operator's second argument, but for these.
 _DIM_PLACE = {_aten.linalg_vector_norm.default: 2}
 _OF_ALL = {
@@ -232,6 +233,8 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     kernel = KERNELS[func]
     item, copied = source.element_size(), 0
     given = kwargs.get("dtype") if func is _aten.linalg_vector_norm.default else None
+    if func is _aten.linalg_vector_norm.default and _is_of_single_numbers(engine, args, kwargs, device):
+        return Kernels(tuple(_sizes_of_numbers(args, given)), ())
     if kernel is _TRUTH and source.numel() == 1:
         # One number is converted, and no kernel of a reduction runs.
         return Kernels(() if source.dtype == torch.bool else (1,), ())
@@ -262,6 +265,20 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     is_held = kernel.is_number and (kernel.keeps_half or not (half and first.dtype == source.dtype))
     sums = 0 if len(each) == 1 or is_held or first.element_size() >= accumulator else first.numel() * accumulator
     return Kernels(tuple(filter(None, (copied, sums))), tuple(filter(None, each)))
+
+
+def _is_of_single_numbers(engine: Engine, args: Any, kwargs: Any, device: int) -> bool:
+    """Whether each norm is one number's, which since 2.4 is its size (`linalg_vector_norm_out` in ``LinearAlgebra.cpp``)."""
+    dims = _dims(_aten.linalg_vector_norm.default, args, kwargs, args[0].dim())
+    is_single = all(args[0].shape[dim] == 1 for dim in dims if args[0].dim())
+    return is_single and engine.memory.torch_version(device) >= _BY_SIZE_FROM
+
+
+def _sizes_of_numbers(args: Any, given: torch.dtype | None) -> list[int]:
+    """A copy in another type, and of complex numbers the sizes as such, unless all that is asked is whether they are zero."""
+    dtype, order = given or args[0].dtype, args[1] if len(args) > 1 else 2
+    size = args[0].numel() * dtype.itemsize
+    return [size] * (dtype != args[0].dtype) + [size] * (dtype.is_complex and order != 0)
 
 
 def shared_by_statistics(
