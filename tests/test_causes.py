@@ -862,7 +862,80 @@ GUILTY += [
     ),
 ]
 
+JACOBIAN = (
+    "from torch.func import jacrev\nfrom torch.autograd.functional import jacobian\n"
+    "deep = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 512)).cuda()\n"
+    "x = torch.randn(32, 64, device='cuda')"
+)
+ROWS = "J = jacrev(lambda x: deep(x).sum(0){chunks})(x)"
+OWN_METHOD = """
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(2048, 2048)
+        self.pool = {kept}
+    def mean(self, x):
+        return x.mean(0)
+x = torch.randn(8, 2048, device="cuda")
+import gc
+"""
+# (Python's collector comes by at the end, whatever else it does.)
+ENCODERS = (
+    "gc.disable()\nfor _ in range(5):\n    encoder = Encoder().cuda()\n    y = encoder.body(x).detach()\n    del encoder\n"
+    "y = None\ngc.collect()\ngc.enable()"
+)
+GUILTY += [
+    Case(
+        "jacobian_graph",
+        (JACOBIAN, ROWS.format(chunks="")),
+        "`chunk_size=64` in the call of `jacrev` computes 64 of the 512",
+    ),
+    Case(
+        "jacobian_rows",
+        (JACOBIAN, f"with torch.no_grad():\n    {ROWS.format(chunks='')}"),
+        "all 512 rows of the Jacobian at once",
+    ),
+    Case(
+        "jacobian_of_a_batch",
+        (
+            "from torch.autograd.functional import jacobian\nx = torch.randn(64, 4096, device='cuda')\n"
+            "wide = nn.Sequential(nn.Linear(4096, 4096), nn.Linear(4096, 2)).cuda()",
+            "J = jacobian(wide, x)",
+        ),
+        "64 times less",
+    ),
+    Case(
+        "in_place",
+        ("images = torch.zeros(400, 512, 512, dtype=torch.uint8)", "x = images.cuda().float() / 255"),
+        "`.div_(255)`",
+    ),
+    Case(
+        "one_weight",
+        (
+            "first, head = nn.Conv2d(3, 64, 3, padding=1), nn.Linear(256, 10)\n"
+            "flat = nn.Sequential(first, nn.Flatten(), nn.Linear(64 * 64 * 64, 256), head).cuda()\n"
+            "optimizer = torch.optim.Adam(flat.parameters())\nx = torch.zeros(2, 3, 64, 64, device='cuda')",
+            "for _ in range(3):\n    flat(x).mean().backward()\n    optimizer.step()\n    optimizer.zero_grad()",
+        ),
+        "`flat.2.weight`, (256, 262144)",
+    ),
+    Case(
+        "collected_late", (OWN_METHOD.format(kept="self.mean"), ENCODERS), "until Python's garbage collector comes by"
+    ),
+]
+
 INNOCENT = [
+    # some rows at a time, and no graph; rows that each have a Jacobian of their own
+    Case("", (JACOBIAN, f"with torch.no_grad():\n    {ROWS.format(chunks=', chunk_size=64')}")),
+    Case("", (JACOBIAN, "J = torch.func.vmap(jacrev(deep))(x)")),
+    # in place; what is read once more; what a backward needs
+    Case("", ("images = torch.zeros(400, 512, 512, dtype=torch.uint8)", "x = images.cuda().float().div_(255)")),
+    Case("", ("images = mib(400)", "x = (y := images * 2) / 255\ny.sum()")),
+    # its name, and what another object holds
+    *(
+        Case("", (OWN_METHOD.format(kept=kept), ENCODERS))
+        for kept in ("'mean'", "torch.mean", "self.mean(torch.ones(1))")
+    ),
     Case("", (SAVED, "model.load_state_dict(torch.load(file, map_location='cpu'))")),
     Case("", (SAVED, IN_FUNCTION.format(where="cpu"))),
     # A copy that was made in an earlier turn and is still at work: it follows the weights, or runs.

@@ -128,12 +128,12 @@ def reader_of_a_view(scene: Scene, alike: Alike) -> str:
     for event, birth in scene.births:
         shapes = [shape for shape, _ in birth.inputs]
         if event > alike.event and any(prod(shape) == size for shape in shapes):
-            takes = alike.shape in shapes and _goes_by_numbers(birth.kernel)
+            takes = alike.shape in shapes and goes_by_numbers(birth.kernel)
             return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event)) if takes else ""
     return ""
 
 
-def _goes_by_numbers(kernel: str) -> bool:
+def goes_by_numbers(kernel: str) -> bool:
     """Whether an operator works on each number by itself, however they lie; the others may need a copy in one piece."""
     packet = getattr(torch.ops.aten, kernel, None)
     return packet is not None and any(

@@ -13,6 +13,8 @@ from gpumem_magic.causes import (
     graphs,
     holding,
     idle,
+    in_place,
+    jacobians,
     joins,
     kept,
     loops,
@@ -31,6 +33,7 @@ from gpumem_magic.causes import (
     unused,
     unused_graphs,
     waiting,
+    wide_layers,
 )
 from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.report.model import Cause, ReportError
@@ -79,6 +82,7 @@ DETECTORS: tuple[Detector, ...] = (
     holding.freed_nothing,
     holding.pinned,
     holding.reference_cycle,
+    holding.collected_late,
     training.late_zero_grad,
     training.missing_zero_grad,
     training.zeroed_gradients,
@@ -102,6 +106,9 @@ DETECTORS: tuple[Detector, ...] = (
     padding.padded_batch,
     batches.whole_batch,
     batches.large_images,
+    jacobians.rows_at_once,
+    jacobians.jacobian_of_a_batch,
+    in_place.in_place,
     operators.grown_results,
     operators.matrices_of_rows,
     operators.wide_copies,
@@ -112,6 +119,7 @@ DETECTORS: tuple[Detector, ...] = (
     shapes.dominating_layer,
     shapes.wide_numbers,
     shapes.wide_indices,
+    wide_layers.one_weight,
     holding.only_cached,
 )
 # Told where nothing is to be mended.
@@ -141,6 +149,10 @@ DESCRIBING = frozenset(
         "unused_models",
         "retained_gradients",
         "asked_for",
+        "jacobian_rows",
+        "in_place",
+        "one_weight",
+        "jacobian_of_a_batch",
         "matrices_of_rows",
         _SOUND,
         shortage.NAME,
@@ -160,6 +172,8 @@ _COVERED = {
     "growth": ("kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     "dominating_layer": ("attention_scores",),
+    # (Whose parts PyTorch's own function joins.)
+    "joined": ("jacobian_of_a_batch",),
     "map_location_missing": ("held_checkpoint",),
     "loaded_beside": ("held_checkpoint", "map_location_missing"),
     "all_pairs": ("attention_scores",),
@@ -187,6 +201,7 @@ _COVERED = {
     "kept_by_hook": ("growth", "kept_graphs"),
     "kept_errors": ("retry_in_except",),
     "held_over": ("missing_no_grad", "kept_graphs", "growth", "joined_in_a_loop"),
+    "collected_late": ("reference_cycle",),
     "pinned_by_traceback": ("retry_in_except",),
     "pinned_by_out": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),

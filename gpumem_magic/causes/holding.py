@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
@@ -11,7 +12,7 @@ from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.owners.ring import OF_CLOSURE, OF_NAMESPACE
-from gpumem_magic.recording.model import FORWARD, OF_A_CYCLE, OF_A_TRACE, Sighting
+from gpumem_magic.recording.model import FORWARD, KEPT_BY_LIST, OF_A_CYCLE, OF_A_TRACE, Sighting
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
@@ -96,6 +97,41 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
         f"`%gpumem_free cycles` frees it; without the cycle ({breaks}), it would be freed at once.",
         size_of(everything),
     )
+
+
+def collected_late(scene: Scene) -> Iterator[Cause]:
+    """Objects of earlier iterations that hold a method of their own, at the peak: Python's garbage collector came by later."""
+    events = scene.recording.logs[scene.device].events
+    now = scene.turn_of(scene.moment - 1)
+    if scene.tensors is None or now is None:
+        return
+    late: dict[str, list[Allocation]] = defaultdict(list)
+    turns: dict[str, set[object]] = defaultdict(set)
+    for one in scene.timeline.live_at(scene.moment):
+        turn = scene.turn_of(one.born)
+        # (What a name lets go of goes in the turn's own course, and a list keeps what is in it.)
+        listed_there = scene.tensors.keeper(one, scene.moment)[0] == KEPT_BY_LIST
+        if turn is not None and turn != now and turn[0] == now[0] and one.freed is not None and not listed_there:
+            statement = scene.tensors.facts(one).statement
+            late[statement].append(one)
+            turns[statement].add(turn)
+    for kind, name, place in scene.program.own_methods_kept():
+        made = re.compile(rf"\b{re.escape(kind)}\(")
+        statement = next((one for one in late if made.search(one) and len(turns[one]) > 1), "")
+        size = size_of(late[statement]) if statement else 0
+        first, last = (min(ends), max(ends)) if (ends := [one.freed or 0 for one in late[statement]]) else (0, 0)
+        if size < scene.part_of_peak(10) or any(events[number].action == "alloc" for number in range(first, last)):
+            continue
+        yield Cause(
+            "collected_late",
+            f"`{kind}.{name}` ({place.words}, `{place.shown}`) is a method of the object that holds it: a reference cycle. Those "
+            f"of {len(turns[statement])} earlier iterations are still there at the peak, {human(size)}, until Python's garbage "
+            "collector comes by.",
+            "Keep the method's name, and look it up when it is called (`getattr(self, name)`): each object then goes with its "
+            "last name.",
+            size,
+        )
+        return
 
 
 def _is_script(scene: Scene) -> bool:

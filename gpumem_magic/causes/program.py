@@ -505,6 +505,20 @@ class ProgramText:
         """Whether the text that a line is in has a backward or a step anywhere."""
         return any(one.where == place.where and _TRAINS.search(one.source) for one in self.cells)
 
+    def own_methods_kept(self) -> Iterator[tuple[str, str, Written]]:
+        """Classes whose objects hold one of their own methods in an attribute (``self.pool = self.mean``): class, attribute, and
+        where that is."""
+        for one in self._mentioning("class ", "self."):
+            for kind in _all(one, ast.ClassDef):
+                functions = [node for node in kind.body if isinstance(node, FUNCTIONS)]
+                # (What is decorated may be no method.)
+                methods = {node.name for node in functions if not node.decorator_list}
+                for node in (part for function in functions for part in ast.walk(function)):
+                    if isinstance(node, ast.Assign) and methods.intersection(_own_attributes(node.value)):
+                        for target in node.targets:
+                            if isinstance(target, ast.Attribute) and _last(target.value) == "self":
+                                yield kind.name, target.attr, one.place(node)
+
     def takes_gradients(self, name: str) -> bool:
         """Whether the cell goes through the parameters of what a variable has and takes their gradients for something, as one
         does that steps copies of them; or a function does, of what it is given."""
@@ -555,6 +569,19 @@ def _path(node: ast.AST) -> tuple[str, ...]:
         around = _path(node.value)
         return (*around, str(node.slice.value)) if around else ()
     return ()
+
+
+def _own_attributes(value: ast.expr) -> set[str]:
+    """The attributes of `self` that an expression is, or chooses from; not those that it calls."""
+    if isinstance(value, ast.IfExp):
+        return _own_attributes(value.body) | _own_attributes(value.orelse)
+    if isinstance(value, (ast.List, ast.Tuple)):
+        return {name for part in value.elts for name in _own_attributes(part)}
+    if isinstance(value, ast.Dict):
+        return {name for part in value.values for name in _own_attributes(part)}
+    if isinstance(value, ast.Subscript):
+        return _own_attributes(value.value)
+    return {value.attr} if isinstance(value, ast.Attribute) and _last(value.value) == "self" else set()
 
 
 def _takes_gradients(node: ast.AST, name: str) -> bool:

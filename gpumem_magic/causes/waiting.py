@@ -10,7 +10,7 @@ from dataclasses import replace
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.owners.model import size_of
+from gpumem_magic.owners.model import ON_CTX, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -65,6 +65,8 @@ def unused_graphs(scene: Scene) -> Iterator[Cause]:
         _line(birth)
         for one in scene.held
         if one.kind == "graph"
+        # (What a function keeps in an attribute stays behind its backward.)
+        and ON_CTX not in one.place
         and (made := scene.alive.get(one.address)) is not None
         and (birth := births.get(made.born)) is not None
     } - {_line(birth) for birth in births.values() if birth.node}

@@ -1,0 +1,89 @@
+"""Results that could take the place of what they are made of: a chain of operators, of which each makes a tensor of its own."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at
+from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human
+
+_METHODS: dict[type[ast.operator], str] = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_"}
+_LONGEST = 40
+# What is saved is one part in so many of the peak, or more.
+_SHARE = 8
+
+
+def in_place(scene: Scene) -> Iterator[Cause]:
+    """Where autograd has no part: ``x.float() / 255``, of which the first part is there once more at the peak."""
+    if scene.report.error is not None or scene.spans(BACKWARD):
+        # (What backward needs must stay as it is.)
+        return
+    found = [pair for pair in _pairs(scene) if pair[1].born < scene.moment and (pair[0].freed or 0) >= scene.moment]
+    for given, result, words in found:
+        highest = scene.highest_without([replace(given, born=result.born)])[0]
+        saved = scene.report.peak.allocated - highest
+        if saved < max(WORTH, scene.part_of_peak(_SHARE)):
+            continue
+        yield Cause(
+            "in_place",
+            f"{made_at(scene, result)} makes a second tensor of {human(size_of([result]))} beside the one that it is made of, "
+            "which nothing else reads.",
+            f"In place (`{words}`) it takes that one's memory: the peak would be {human(highest)}.",
+            max(saved, size_of([result])),
+            describes=True,
+        )
+        return
+
+
+def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:
+    """What was made of a tensor that the statement itself had made, and let go of as soon as the result was there; and the call
+    that would do so in place."""
+    births = scene.recording.logs[scene.device].births
+    forwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD)]
+    by_start = sorted(scene.timeline.live_at(scene.moment), key=lambda one: one.born)
+    for result in by_start:
+        birth = births.get(result.born)
+        if birth is None or birth.node or not birth.shape or any(a <= result.born < b for a, b in forwards):
+            continue
+        words = _in_place(birth)
+        begin = scene.start_of_row(result.born)
+        for given in by_start if words else ():
+            its = births.get(given.born)
+            fits = its is not None and (its.shape, its.dtype) == (birth.shape, birth.dtype) and begin <= given.born
+            if fits and given.born < result.born and _goes_with_it(scene, given, result):
+                yield given, result, words
+
+
+def _goes_with_it(scene: Scene, given: Allocation, result: Allocation) -> bool:
+    """Whether nothing was made between the result and the end of what it is made of."""
+    events = scene.recording.logs[scene.device].events
+    end = given.freed
+    return end is not None and all(events[number].action != "alloc" for number in range(result.born + 1, end))
+
+
+def _in_place(birth: Birth) -> str:
+    """``.div_(255.0)`` for what stands behind ``/`` where its left side has the result's size; "" where that is not plain."""
+    place = birth.place
+    given = birth.inputs[0] if birth.inputs else ((), "")
+    same = given[0] == birth.shape and given[1] == birth.dtype and bytes_of(given[0], given[1]) > 0
+    if place is None or not same or not goes_by_numbers(birth.kernel) or not hasattr(torch.Tensor, f"{birth.kernel}_"):
+        return ""
+    try:
+        node = ast.parse(place.expression, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return ""
+    if not isinstance(node, ast.BinOp) or isinstance(node.left, (ast.Name, ast.Attribute)):
+        return ""
+    method = _METHODS.get(type(node.op), "")
+    other = ast.unparse(node.right)
+    return f".{method}({other})" if method.rstrip("_") == birth.kernel and len(other) <= _LONGEST else ""

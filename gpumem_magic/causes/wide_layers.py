@@ -1,0 +1,48 @@
+"""One weight that is nearly all of a model, as that of a linear layer behind a flattened image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.places import module_of, quoted
+from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.report.model import OF_A_MODEL, Cause
+from gpumem_magic.units import human, shape_words
+
+# Of all of a model's, in per cent; and with what trains it, one part in so many of the peak.
+_NEARLY_ALL, _SHARE = 75, 3
+_LINEAR = "torch.nn.modules.linear.Linear"
+_MATRIX = 2
+
+
+def one_weight(scene: Scene) -> Iterator[Cause]:
+    """It, its gradient and an optimizer's states."""
+    weights = [one for one in scene.held if one.kind == "parameter"]
+    largest = max(weights, key=lambda one: one.size, default=None)
+    if largest is None or len(largest.shape) != _MATRIX or not _is_linear(largest):
+        return
+    model = module_of(largest)
+    its = [one for one in weights if module_of(one) == model]
+    out, width = largest.shape
+    living = [one for one in scene.timeline.live_at(scene.moment) if one.requested == largest.requested]
+    there = [one for one in living if scene.labels[one.index].category in OF_A_MODEL]
+    # (Another layer's of the same size.)
+    alone = sum(one.requested == largest.requested for one in weights) == 1
+    if not alone or 100 * largest.size < _NEARLY_ALL * size_of(its) or width < out or len(its) == 1:
+        return
+    if _SHARE * size_of(there) < scene.report.peak.allocated:
+        return
+    beside = f", and {human(size_of(there))} with its gradient and states" if len(there) > 1 else ""
+    yield Cause(
+        "one_weight",
+        f"One weight is {100 * largest.size // size_of(its)} % of {quoted(model)}: {quoted(largest.place)}, "
+        f"{shape_words(largest.shape)}, is {human(largest.size)}{beside}.",
+        f"It multiplies {width:,} numbers: pooling, a convolution with a stride or a smaller image before it leave fewer.",
+        size_of(there),
+        describes=True,
+    )
+
+
+def _is_linear(one: Held) -> bool:
+    return any(_LINEAR in station.bases for station in one.trail)
