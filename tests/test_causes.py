@@ -924,7 +924,52 @@ GUILTY += [
     ),
 ]
 
+# Layers that are checkpointed one by one; data of which a cell takes batches.
+IN_PARTS = """
+from torch.utils.checkpoint import checkpoint
+layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(8)).cuda()
+x = torch.randn(8192, 512, device="cuda")
+def run(h, part):
+    for layer in layers:
+        h = checkpoint({part}, h, use_reentrant=False)
+    return h.mean()
+"""
+DATA = (
+    "X = torch.zeros(200000, 512, device='cuda')\nlayer = nn.Linear(512, 8).cuda()\n"
+    "order = torch.randperm(200000, device='cuda')\n"
+    "def train(rows):\n    layer(rows).mean().backward()"
+)
+GUILTY += [
+    Case(
+        "checkpointed_for_nothing",
+        (IN_PARTS.format(part="layer"), "run(x, 1).backward()"),
+        "keeps each part's input",
+    ),
+    Case(
+        "copied_rows",
+        (DATA, "X_train = X[order[:180000]]\nfor i in range(0, 4096, 512):\n    train(X_train[i:i + 512])"),
+        "`X[numbers[i:j]]`",
+    ),
+    Case(
+        "grown_result",
+        ("A = mib(100).view(5120, 5120)", "D = torch.diag(A.sum(1))\nscaled = D @ A"),
+        "`d[:, None] * A`",
+    ),
+    Case(
+        "all_pairs",
+        (
+            "x = torch.randn(6000, 8, device='cuda')",
+            "K = torch.exp(-torch.cdist(x, x))\nL = torch.linalg.cholesky(K + torch.eye(6000, device='cuda'))",
+        ),
+        "needs all of it at once",
+    ),
+]
+
 INNOCENT = [
+    # parts that have something to keep; batches by their numbers, and rows of which all are read at once
+    Case("", (IN_PARTS.format(part="lambda h: nn.functional.gelu(layer(h)) * 2"), "run(x, 1).backward()")),
+    Case("", (DATA, "for i in range(0, 4096, 512):\n    train(X[order[i:i + 512]])")),
+    Case("", (DATA, "some = X[order[:180000]]\ntotal = some.sum()")),
     # some rows at a time, and no graph; rows that each have a Jacobian of their own
     Case("", (JACOBIAN, f"with torch.no_grad():\n    {ROWS.format(chunks=', chunk_size=64')}")),
     Case("", (JACOBIAN, "J = torch.func.vmap(jacrev(deep))(x)")),

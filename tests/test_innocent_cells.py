@@ -54,6 +54,7 @@ DESCRIBING = frozenset(
         "unread_results",
         "jacobian_rows",
         "in_place",
+        "copied_rows",
         "one_weight",
         "jacobian_of_a_batch",
         "unused_models",

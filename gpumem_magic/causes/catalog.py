@@ -21,6 +21,7 @@ from gpumem_magic.causes import (
     operators,
     own_functions,
     padding,
+    selected,
     settings,
     several_devices,
     shapes,
@@ -98,6 +99,7 @@ DETECTORS: tuple[Detector, ...] = (
     training.optimizer_temporaries,
     settings.idle_checkpointing,
     settings.checkpointed_whole,
+    settings.checkpointed_for_nothing,
     settings.wide_inference,
     settings.autocast_copies,
     settings.dense_lookup_gradient,
@@ -120,6 +122,7 @@ DETECTORS: tuple[Detector, ...] = (
     shapes.wide_numbers,
     shapes.wide_indices,
     wide_layers.one_weight,
+    selected.copied_rows,
     holding.only_cached,
 )
 # Told where nothing is to be mended.
@@ -151,6 +154,7 @@ DESCRIBING = frozenset(
         "asked_for",
         "jacobian_rows",
         "in_place",
+        "copied_rows",
         "one_weight",
         "jacobian_of_a_batch",
         "matrices_of_rows",

@@ -53,6 +53,7 @@ _ASKED = re.compile(r"\boutput_(?P<key>\w+)\s*=\s*True")
 # What keeps autograd from recording, as a context.
 _WITHOUT_GRAPHS = ("no_grad", "inference_mode")
 _Turn = TypeVar("_Turn", int, tuple[tuple[int, ...], tuple[int, ...]])
+_THREADS = re.compile(r"Thread")
 # Bytes of a complex number in double precision.
 _A_NUMBER = 16
 
@@ -243,16 +244,21 @@ def _graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
     """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
     sees, as many as the place has parts, each of a forward of its own. whole: without one of which next to nothing is there."""
     kept = [(birth, one.size) for one in spot.held if (birth := _born(scene, one)) >= 0 and not _is_shared(scene, one)]
-    born = [birth for birth, _ in kept]
+    born = sorted(birth for birth, _ in kept)
     ends = [one.end for one in scene.iterations]
     iterations = _turns(((bisect_left(ends, birth + 1), size) for birth, size in kept), whole=whole) if ends else set()
     turns = _turns(((turn, size) for birth, size in kept if (turn := scene.turn_of(birth))), whole=whole)
     spans = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD))
     parts = len({base(one) for one in spot.held})
     # What lies around a forward, its batch and its loss, is no other one's.
-    numbers = ((bisect_right(spans, (birth, scene.end)) - 1, birth) for birth in born)
-    within = {number for number, birth in numbers if number >= 0 and birth < spans[number][1]}
-    forwards = len(within) if spans else parts
+    within = sum(bisect_left(born, begin) < bisect_left(born, end) for begin, end in spans)
+    if _THREADS.search(scene.typed):
+        # Of the threads that run a model, one is watched; what shares a forward has next to nothing of its own.
+        by_part = Counter[str]()
+        for one in spot.held:
+            by_part[base(one)] += one.size
+        within = max(within, sum(2 * size >= max(by_part.values()) for size in by_part.values()))
+    forwards = within if spans else parts
     # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
     steps = len(iterations) - (len(turns) > 1 and len(iterations) == len(turns) + 1)
     return max(min(parts, forwards), steps, len(turns))

@@ -24,6 +24,7 @@ from gpumem_magic.causes.unread import unread
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, shape_words
 
 # A result is so many times larger than all that it was made of.
@@ -350,6 +351,12 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         # (`torch.linalg.svd` makes all of U unless it is told not to.)
         few = (*alike.shape[:-1], min(birth.inputs[0][0][-2:]))
         remedy = f"`full_matrices=False` makes {shape_words(few)} of it."
+    elif birth.kernel == "diag_embed" and (multiplied := _product_with(scene, alike)):
+        highest, _ = scene.highest_without(_born_there(scene, alike))
+        remedy = (
+            f"{multiplied} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
+            f"about {human(highest)}."
+        )
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
@@ -367,6 +374,22 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         alike.bytes,
         describes=True,
     )
+
+
+def _product_with(scene: Scene, alike: Alike) -> str:
+    """The first product of matrices that takes it in; "" where none does."""
+    for event, birth in scene.births:
+        taken = event > alike.event and birth.kernel in PRODUCTS and not birth.node
+        if taken and any(shape == alike.shape for shape, _ in birth.inputs):
+            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
+    return ""
+
+
+def _born_there(scene: Scene, alike: Alike) -> list[Allocation]:
+    """All that one operator at one place has made."""
+    births, made = scene.recording.logs[scene.device].births, (alike.birth.kernel, alike.birth.place)
+    found = ((one, births.get(one.born)) for one in scene.timeline.allocations)
+    return [one for one, birth in found if birth is not None and (birth.kernel, birth.place) == made]
 
 
 def _are_classes(scene: Scene, alike: Alike) -> bool:

@@ -16,6 +16,8 @@ from gpumem_magic.units import MIB, counted, human
 # A table with so many times more rows than were looked up.
 _TIMES = 8
 _LARGE = 64 * MIB
+# So many parts that are recomputed.
+_PIECES = 3
 _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
 
 
@@ -58,6 +60,26 @@ def checkpointed_whole(scene: Scene) -> Iterator[Cause]:
         "Checkpoint its layers one by one (of an `nn.Sequential`, `checkpoint_sequential(model, segments, x)`): backward then "
         "has those of one at a time.",
         size_of(again),
+    )
+
+
+def checkpointed_for_nothing(scene: Scene) -> Iterator[Cause]:
+    """Parts that keep nothing for backward but their inputs, which checkpointing keeps, too: a linear layer each."""
+    begin = next((scene.start_of(one) for one in scene.spans(BACKWARD)), None)
+    pieces = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(RECOMPUTATION)]
+    calls = scene.program.calls("checkpoint")
+    if begin is None or len(pieces) < _PIECES or not calls:
+        return
+    kept = [one for one in scene.timeline.live_at(begin) if scene.labels[one.index].category == "activations"]
+    again = [one for one in scene.timeline.allocations if any(start <= one.born < end for start, end in pieces)]
+    if size_of(kept) < scene.part_of_peak(4) or 10 * size_of(again) > size_of(kept):
+        return
+    yield Cause(
+        "checkpointed_for_nothing",
+        f"Checkpointing saves nothing here (`{calls[0].shown}`, {calls[0].words}): it keeps each part's input, "
+        f"{human(size_of(kept))} in all, and without it a part would keep nothing else.",
+        "Checkpoint several layers in one part: of each only the first one's input is kept.",
+        size_of(kept),
     )
 
 

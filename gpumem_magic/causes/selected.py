@@ -1,0 +1,59 @@
+"""Rows that were picked out of data on the device, which stays there beside its copy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.places import quoted
+from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import human
+
+# Operators that pick rows by their numbers, or by a mask, and copy them.
+_PICKS = frozenset({"index", "index_select"})
+_PARTS = 4
+
+
+def copied_rows(scene: Scene) -> Iterator[Cause]:
+    """``X_train = X[perm[:n]]``, of which the cell then takes a batch at a time."""
+    for source in scene.held:
+        made = scene.alive.get(source.address)
+        if source.kind != "tensor" or not source.place.isidentifier() or made is None or made.born >= scene.moment:
+            continue
+        copies = _rows_of(scene, source, made)
+        if not copies or size_of(copies) < max(WORTH, scene.part_of_peak(_PARTS)):
+            continue
+        largest = max(copies, key=lambda one: one.size)
+        name = scene.tensors.keeper(largest, scene.moment)[1] if scene.tensors is not None else ""
+        if not name.isidentifier() or not re.search(rf"\b{name}\s*\[[^\]]*[:a-z]", scene.typed):
+            continue
+        highest, _ = scene.highest_without(copies)
+        yield Cause(
+            "copied_rows",
+            f"{made_at(scene, largest)} copies rows of {quoted(source.place)}, which stays beside {quoted(name)}: "
+            f"{human(size_of(copies))} twice.",
+            f"Pick each batch's rows out of {quoted(source.place)} by their numbers (`{source.place}[numbers[i:j]]`): with a "
+            f"small batch the peak would be about {human(highest)}.",
+            size_of(copies),
+            describes=True,
+        )
+        return
+
+
+def _rows_of(scene: Scene, source: Held, made: Allocation) -> list[Allocation]:
+    """What was picked out of it, and outlives its statement."""
+    births = scene.recording.logs[scene.device].births
+    found = []
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is None or birth.node or birth.kernel not in _PICKS or not birth.inputs or not birth.shape:
+            continue
+        given, dtype = birth.inputs[0]
+        same = given == source.shape and dtype == source.dtype and birth.shape[1:] == given[1:]
+        if same and made.born < one.born < scene.start_of_row(scene.moment - 1) and birth.shape[0] <= given[0]:
+            found.append(one)
+    return found
