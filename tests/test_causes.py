@@ -970,11 +970,9 @@ INNOCENT = [
     Case("", (IN_PARTS.format(part="lambda h: nn.functional.gelu(layer(h)) * 2"), "run(x, 1).backward()")),
     Case("", (DATA, "for i in range(0, 4096, 512):\n    train(X[order[i:i + 512]])")),
     Case("", (DATA, "some = X[order[:180000]]\ntotal = some.sum()")),
-    # some rows at a time, and no graph; rows that each have a Jacobian of their own
+    # some rows at a time, and no graph
     Case("", (JACOBIAN, f"with torch.no_grad():\n    {ROWS.format(chunks=', chunk_size=64')}")),
-    Case("", (JACOBIAN, "J = torch.func.vmap(jacrev(deep))(x)")),
-    # in place; what is read once more; what a backward needs
-    Case("", ("images = torch.zeros(400, 512, 512, dtype=torch.uint8)", "x = images.cuda().float().div_(255)")),
+    # what is read once more
     Case("", ("images = mib(400)", "x = (y := images * 2) / 255\ny.sum()")),
     # its name, and what another object holds
     *(
@@ -2134,6 +2132,19 @@ def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
             book.cell(freeing[1])
             gone = before - book.allocated()
             assert human(gone) == freeing[2], (cause.remedy, human(gone))
+
+
+@pytest.mark.parametrize(
+    ("not_told", "cells"),
+    [
+        ("jacobian", (JACOBIAN, "J = torch.func.vmap(jacrev(deep))(x)")),
+        ("in_place", ("images = torch.zeros(400, 512, 512, dtype=torch.uint8)", "x = images.cuda().float().div_(255)")),
+    ],
+)
+def test_what_follows_the_advice_does_not_hear_it_again(not_told: str, cells: tuple[str, ...]) -> None:
+    with notebook() as book:
+        book.cell(cells[0])
+        assert not any(name.startswith(not_told) for name in names(book.measured(cells[1])))
 
 
 @pytest.mark.parametrize("case", INNOCENT, ids=[str(number) for number in range(len(INNOCENT))])
