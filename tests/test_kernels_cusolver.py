@@ -59,6 +59,14 @@ def test_a_square_matrix(function: Callable[..., Any], rows: int, worked_in: lis
     assert on_an_h100 == elsewhere
 
 
+def test_complex_matrices_that_count_as_hermitian_are_not_cusolvers_in_ldl() -> None:
+    """As an H100 was asked for: MAGMA's memory is its own."""
+    gpu.turn_on("H100,torch=2.11")
+    a = torch.zeros(2, 5, 5, dtype=torch.complex128, device="cuda")
+    assert made(lambda: linalg.ldl_factor_ex(a, hermitian=True)) == [800, 40, 8]
+    assert made(lambda: linalg.ldl_factor_ex(a)) == [800, 40, 8, 176_256]
+
+
 def test_matrices_one_after_the_other_and_many_small_ones_at_once() -> None:
     gpu.turn_on("H100,torch=2.11")
     assert made(lambda: linalg.qr(torch.zeros(3, 200, 200, device="cuda"))).count(3145856) == 3

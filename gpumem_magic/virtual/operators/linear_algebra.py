@@ -469,8 +469,10 @@ def _ldl_kernel(*_: Any, **named: Any) -> str:
 
 @special(_aten.linalg_ldl_factor_ex.default, table=BESIDE)
 def _ldl(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
-    matrices = args[0]
-    if matrices.numel():
+    """Complex matrices that count as Hermitian are MAGMA's, in memory of its own
+    (`ldl_factor_kernel` of CUDA; so on an H100 with 2.11)."""
+    matrices, is_magmas = args[0], args[0].is_complex() and kwargs.get("hermitian", False)
+    if matrices.numel() and not is_magmas:
         _by_cusolver(engine, device, cusolver.sytrf(matrices.shape[-1], matrices.element_size()))
     return ()
 
