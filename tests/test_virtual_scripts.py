@@ -334,6 +334,29 @@ def test_what_a_script_asks_for_does_not_fit() -> None:
         grow(torch.ones(1))
 
 
+def within_autocast(x: torch.Tensor):  # type: ignore[no-untyped-def]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        product = x @ x
+        soft = torch.softmax(product, 1)
+    return product, soft, x @ x
+
+
+def without_autocast(x: torch.Tensor):  # type: ignore[no-untyped-def]
+    return x @ x, torch.softmax(x @ x, 1)
+
+
+def test_a_script_casts_as_autocast_says() -> None:
+    x = torch.ones(4, 4, device="cuda")
+    inside, plain = torch.jit.script(within_autocast), torch.jit.script(without_autocast)
+    for _ in range(3):
+        assert [one.dtype for one in inside(x)] == [torch.bfloat16, torch.float32, torch.float32]
+        with torch.autocast("cuda"):
+            assert [one.dtype for one in plain(x)] == [torch.float16, torch.float32]
+        assert [one.dtype for one in plain(x)] == [torch.float32, torch.float32]
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert [one.dtype for one in plain(x)] == [torch.bfloat16, torch.float32]
+
+
 class Makes(nn.Module):
     """It makes tensors where its input lies, as models make positions and masks."""
 

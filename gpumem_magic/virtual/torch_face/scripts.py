@@ -14,7 +14,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.jit
@@ -27,9 +27,12 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _NAMESPACE = "gpumem_magic_script"
 _HOW = "bool non_blocking, bool copy, MemoryFormat? memory_format"
+_WHERE = "bool cuda_enabled, bool cpu_enabled"
 _SCHEMAS = {
     "to": f"(Tensor(a) self, Device? device, ScalarType? dtype, {_HOW}) -> Tensor(a)",
     "to_other": f"(Tensor(a) self, Tensor other, {_HOW}) -> Tensor(a)",
+    "reduced": f"(Tensor(a) self, {_WHERE}, ScalarType cuda_dtype, ScalarType cpu_dtype) -> Tensor(a)",
+    "full": f"(Tensor(a) self, {_WHERE}) -> Tensor(a)",
     "put": "(Tensor made, Device? device, bool requires_grad) -> Tensor",
     "device": "(Tensor self) -> Device",
     "is_cuda": "(Tensor self) -> bool",
@@ -44,10 +47,14 @@ _ASKED = {
     "prim::is_meta": "is_meta",
     "aten::get_device": "get_device",
 }
+# What the interpreter puts before operators in a block of autocast's (``torch/csrc/jit/passes/autocast.cpp``).
+_CASTS = {"aten::_autocast_to_reduced_precision": "reduced", "aten::_autocast_to_full_precision": "full"}
 # What each overload hands on, by the names of its arguments; what it lacks is the default of `torch.Tensor.to`.
 _MOVES = {
     "to": ("self", "device", "dtype", "non_blocking", "copy", "memory_format"),
     "to_other": ("self", "other", "non_blocking", "copy", "memory_format"),
+    "reduced": ("self", "cuda_enabled", "cpu_enabled", "cuda_dtype", "cpu_dtype"),
+    "full": ("self", "cuda_enabled", "cpu_enabled"),
 }
 _FLAGS = ("non_blocking", "copy", "requires_grad")
 _MADE_OF_NUMBERS = ("aten::tensor", "aten::as_tensor")
@@ -155,33 +162,37 @@ _CALL: Callable[..., Any] = torch.jit.ScriptFunction.__call__
 
 
 class _Copies:
-    """For each function and method in TorchScript that asks C++ for a device, the copy that asks Python.
+    """For each function and method in TorchScript that asks C++ for a device, the copy that asks Python: one for each state of
+    autocast, of which there is an executor each (``torch/csrc/jit/api/function_impl.h``).
 
     They go with what they are copies of: a graph may hold tensors.
     """
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        self._made: WeakSet[Any] = WeakSet()
         self._library: torch.library.Library | None = None
 
     def of(self, callee: Any) -> Any:
+        autocast = _autocast()
         try:
-            return self._of[callee]
+            return self._of[callee][autocast]
         except KeyError:
             pass
-        copied = self._of[callee] = self._make(callee)
-        if copied is not None:
-            self._of[copied] = None
+        copied = None if callee in self._made else self._make(callee)
+        self._of.setdefault(callee, {})[autocast] = copied
         return copied
 
     def _make(self, callee: Any) -> Any:
         graph = callee.graph.copy()
-        torch._C._jit_pass_inline(graph)
+        _prepare(graph)
         if not _asks_for_a_device(graph):
             return None
         self._define()
         _rewrite(graph, graph)
-        return torch._C._create_function_from_graph(callee.name, graph)
+        copied = torch._C._create_function_from_graph(callee.name, graph)
+        self._made.add(copied)
+        return copied
 
     def _define(self) -> None:
         if self._library is not None:
@@ -196,6 +207,22 @@ class _Copies:
         if self._library is not None:
             self._library._destroy()
             self._library = None
+
+
+def _prepare(graph: Any) -> None:
+    """What an executor does first (`preoptimizeGraph`, ``torch/csrc/jit/api/function_impl.cpp``): casts go by constants."""
+    passes: Any = torch._C
+    passes._jit_pass_inline(graph)
+    passes._jit_pass_peephole(graph, True)
+    passes._jit_pass_constant_propagation_immutable_types(graph)
+    passes._jit_pass_autocast(graph)
+
+
+def _autocast() -> Any:
+    """What a graph's casts go by, if any is on outside of it."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
+    return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
 
 
 def _nodes(block: Any) -> Iterator[Any]:
@@ -225,8 +252,8 @@ def _is_device_constant(node: Any) -> bool:
 def _substitute(node: Any) -> str | None:
     """By which of our operators a node is to be replaced."""
     kind = node.kind()
-    if kind in _ASKED:
-        return _ASKED[kind]
+    if kind in _ASKED or kind in _CASTS:
+        return _ASKED.get(kind) or _CASTS[kind]
     if kind in ("aten::cuda", "aten::to"):
         names = _argument_names(node)
         return "to_other" if "other" in names else "to" if kind == "aten::cuda" or "device" in names else None
@@ -338,9 +365,24 @@ def _put(made: torch.Tensor, device: torch.device | None, requires_grad: bool) -
     return there.detach().requires_grad_() if requires_grad else there
 
 
+def _reduced(
+    self: torch.Tensor, cuda_enabled: bool, cpu_enabled: bool, cuda_dtype: torch.dtype, cpu_dtype: torch.dtype
+) -> torch.Tensor:
+    if self.dtype is not torch.float32 or not (cuda_enabled if self.is_cuda else cpu_enabled and self.is_cpu):
+        return self
+    return self.to(cuda_dtype if self.is_cuda else cpu_dtype)
+
+
+def _full(self: torch.Tensor, cuda_enabled: bool, cpu_enabled: bool) -> torch.Tensor:
+    is_on = cuda_enabled if self.is_cuda else cpu_enabled and self.is_cpu
+    return self.float() if is_on and self.dtype in (torch.float16, torch.bfloat16) else self
+
+
 _IN_PYTHON: dict[str, Callable[..., Any]] = {
     "to": _to,
     "to_other": _to_other,
+    "reduced": _reduced,
+    "full": _full,
     "put": _put,
     "device": lambda self: self.device,
     "is_cuda": lambda self: self.is_cuda,
