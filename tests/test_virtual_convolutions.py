@@ -419,7 +419,9 @@ PRODUCT = {"fine": (32, 64, 56, 56), "weight": (256, 64, 1, 1), "coarse": (32, 2
 DILATED = {**RESNET, "padding": (2, 2), "dilation": (2, 2)}
 FINE, NARROW, WIDE = 32 * 64 * 56 * 56, 64 * 64 * 9, 64 * 256
 DEEP = {"fine": (4, 512, 16, 16), "weight": (512, 512, 3, 3), "coarse": (4, 512, 16, 16)}
-DEEP_AND_MANY = {**DEEP, "fine": (64, 512, 16, 16), "coarse": (64, 512, 16, 16)}
+# Of Stable Diffusion's U-Net, and of VGG-16 with 32 images.
+DEEP_AND_WIDE = {"fine": (8, 1280, 32, 32), "weight": (1280, 1280, 3, 3), "coarse": (8, 1280, 32, 32)}
+DEEP_AND_MANY = {**DEEP, "fine": (32, 512, 28, 28), "coarse": (32, 512, 28, 28)}
 DEEP_SIDE, DEEP_WEIGHT = 4 * 512 * 16 * 16, 512 * 512 * 9
 
 
@@ -453,7 +455,8 @@ DEEP_SIDE, DEEP_WEIGHT = 4 * 512 * 16 * 16, 512 * 512 * 9
         (convolution(**DEEP), (8, 6), True, (DEEP_SIDE + DEEP_WEIGHT + DEEP_SIDE, 16)),
         (convolution("input", **DEEP), A100, True, (DEEP_SIDE + DEEP_WEIGHT + 2 * DEEP_SIDE + 64, 175)),
         (convolution("input", **DEEP), (8, 6), True, (DEEP_SIDE + DEEP_WEIGHT + DEEP_SIDE, 16)),
-        (convolution(**DEEP_AND_MANY), A100, True, (16 * DEEP_SIDE + DEEP_WEIGHT, 16)),
+        (convolution(**DEEP_AND_WIDE), A100, True, (2 * 8 * 1280 * 1024 + 1280 * 1280 * 9, 16)),
+        (convolution(**DEEP_AND_MANY), A100, True, (32 * 512 * 784 + DEEP_WEIGHT, 16)),
         (convolution(last=True, **RESNET), A100, True, (FINE + NARROW, 16)),
         (convolution("input", last=True, **RESNET), (8, 6), True, (FINE + NARROW, 16)),
         (convolution("weight", last=True, **RESNET), A100, True, (2 * FINE + 16 * NARROW, 16)),

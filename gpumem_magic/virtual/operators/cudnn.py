@@ -19,8 +19,8 @@ Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. Wha
   one image 8.9 copies input, weight and result (ResNet-50 with 2.2).
 
 All else is as since: recordings of ResNet-50's training (one sample; an A100 with 2.2, an A10G with 2.5) show the same copies in
-TF32, and the same sums of few tiles (`_gathered`); and nvidia-smi's figures for VGG-16 and ResNet-50 (`benchmarks/accuracy`)
-agree with them.
+TF32, and the one with 2.2 the same sums of few tiles (`_gathered`); and nvidia-smi's figures for VGG-16 and ResNet-50
+(`benchmarks/accuracy`) agree with them.
 
 As PyTorch does in ``Conv_v8.cpp``: what has no room is no error, since cuDNN then takes a way that needs less; and with
 ``torch.backends.cudnn.benchmark`` the first call of each kind empties the cache after its trials. How much the trials themselves
@@ -356,7 +356,7 @@ _FEW_SUMMANDS = 192
 _MANY_SUMMANDS = 3200
 _FEW_SUMMANDS_OF_A_WEIGHT = 64
 _MANY_VALUES_OF_A_WEIGHT = 384
-_MANY_RESULTS = 8192
+_MANY_RESULTS = 2**14
 _EDGE_OF_A_TILE = 64
 _SUMMANDS_OF_A_TILE, _FEW_TILES, _TILES_OF_MANY_SUMMANDS = 1536, 24, 512
 _FEW_TILES_OF_A_GRADIENT, _CHANNELS_OF_A_GRADIENT = 32, 200
@@ -444,7 +444,7 @@ def _in_tf32(call: Convolution, capability: tuple[int, int]) -> int:
             gathered = _gathered(call, capability)
             if gathered:
                 return fine + weight + gathered
-            whole = summands >= _MANY_SUMMANDS and results < _MANY_RESULTS
+            whole = summands >= _MANY_SUMMANDS and results <= _MANY_RESULTS
         return fine + weight + (coarse if whole else 0)
     if call.way == "input":
         if call.last:
