@@ -16,6 +16,7 @@ from causes_cells import notebook
 from torch import nn
 
 from gpumem_magic.virtual import gpu
+from gpumem_magic.virtual.torch_face import scripts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:.*TorchScript")
 
@@ -389,6 +390,17 @@ def test_a_trace_is_the_same_again_and_names_the_card(values: str) -> None:
         torch.jit.save(traced, file)
     file.seek(0)
     assert torch.jit.load(file)(torch.ones(3, 4, device="cuda")).is_cuda
+
+
+def test_a_script_that_cannot_be_copied_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(graph: Any) -> None:
+        raise RuntimeError("no such pass")
+
+    monkeypatch.setattr(scripts, "_prepare", fail)
+    scripted, x = torch.jit.script(without_autocast), torch.ones(2, 2, device="cuda")
+    with pytest.warns(UserWarning, match="`without_autocast` runs in TorchScript as it is.*no such pass"):
+        assert scripted(x)[0].is_cuda
+    assert scripted(x)[0].is_cuda
 
 
 def test_after_the_device_a_script_fails_as_it_does_without_one() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -105,8 +106,8 @@ def _calling(original: Callable[..., Any], engine: Engine, copies: _Copies) -> C
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         """What C++ runs makes tensors on the device of its arguments, or on one that it names."""
         # (A trace writes down a call of what the program has.)
-        copied = None if is_tracing() else copies.of(self)
-        if copied is None and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
+        copied, may_be_ours = (None, False) if is_tracing() else copies.of(self)
+        if not may_be_ours and not any(isinstance(arg, VirtualTensor) for arg in (*args, *kwargs.values())):
             return original(self, *args, **kwargs)
         outer, STATE.words = STATE.words, []
         try:
@@ -169,30 +170,42 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._of: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, dict[Any, tuple[Any, bool]]] = WeakKeyDictionary()
         self._made: WeakSet[Any] = WeakSet()
         self._library: torch.library.Library | None = None
 
-    def of(self, callee: Any) -> Any:
+    def of(self, callee: Any) -> tuple[Any, bool]:
+        """The copy, if there is any; and whether it may come to a device though none of its arguments lies there."""
         autocast = _autocast()
         try:
             return self._of[callee][autocast]
         except KeyError:
             pass
-        copied = None if callee in self._made else self._make(callee)
-        self._of.setdefault(callee, {})[autocast] = copied
-        return copied
+        found: tuple[Any, bool] = None, False
+        if callee not in self._made:
+            try:
+                found = self._make(callee)
+            except (RuntimeError, ValueError) as error:
+                warnings.warn(
+                    f"`{callee.name}` runs in TorchScript as it is: what it puts on a virtual GPU fails there "
+                    f"({type(error).__name__}: {error})",
+                    stacklevel=3,
+                )
+        self._of.setdefault(callee, {})[autocast] = found
+        return found
 
-    def _make(self, callee: Any) -> Any:
+    def _make(self, callee: Any) -> tuple[Any, bool]:
         graph = callee.graph.copy()
         _prepare(graph)
-        if not _asks_for_a_device(graph):
-            return None
+        names_one = any(_names_a_card(node) for node in _nodes(graph))
+        if not names_one and not any(_substitute(node) is not None for node in _nodes(graph)):
+            return None, False
         self._define()
-        _rewrite(graph, graph)
+        _rewrite(graph)
         copied = torch._C._create_function_from_graph(callee.name, graph)
         self._made.add(copied)
-        return copied
+        # (A module has tensors of its own.)
+        return copied, names_one or isinstance(callee, torch._C.ScriptMethod)
 
     def _define(self) -> None:
         if self._library is not None:
@@ -225,24 +238,26 @@ def _autocast() -> Any:
     return tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
 
 
-def _nodes(block: Any) -> Iterator[Any]:
-    """Every node of a graph or block with those inside it."""
+def _nodes(block: Any, *, in_forks: bool = True) -> Iterator[Any]:
+    """Every node of a graph or block, with those inside it and those of the graphs that forks run."""
     for node in list(block.nodes()):
         for inner in node.blocks():
-            yield from _nodes(inner)
+            yield from _nodes(inner, in_forks=in_forks)
+        if in_forks and node.hasAttribute(_SUBGRAPH):
+            yield from _nodes(node.g(_SUBGRAPH))
         yield node
 
 
-def _asks_for_a_device(graph: Any) -> bool:
-    return any(
-        _substitute(node) is not None
-        or (_is_device_constant(node) and node.output().toIValue().type == "cuda")
-        or (node.hasAttribute(_SUBGRAPH) and _asks_for_a_device(node.g(_SUBGRAPH)))
-        for node in _nodes(graph)
-    )
-
-
 _SUBGRAPH = "Subgraph"
+
+
+def _names_a_card(node: Any) -> bool:
+    if node.kind() != "prim::Constant":
+        return bool(node.kind() == "aten::cuda")
+    value = node.output().toIValue()
+    return isinstance(value, VirtualTensor) or (
+        isinstance(value, torch.device) and (value.type == "cuda" or is_ours(value))
+    )
 
 
 def _is_device_constant(node: Any) -> bool:
@@ -277,11 +292,11 @@ def _arguments(node: Any) -> dict[str, Any]:
     return dict(zip(_argument_names(node), node.inputs(), strict=True))
 
 
-def _rewrite(graph: Any, block: Any) -> None:
-    for node in _nodes(block):
+def _rewrite(graph: Any) -> None:
+    for node in _nodes(graph, in_forks=False):
         if node.hasAttribute(_SUBGRAPH):
             inner = node.g(_SUBGRAPH).copy()
-            _rewrite(inner, inner)
+            _rewrite(inner)
             node.g_(_SUBGRAPH, inner)
         name = _substitute(node)
         if name is None:
