@@ -11,7 +11,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -1151,3 +1151,133 @@ def test_each_place_of_a_tuple_has_what_was_put_there(tmp_path: Path, before: st
 )
 def test_what_is_copied_into_a_tensor_and_put_into_a_tuple_is_there(tmp_path: Path, code: str, chooses: bool) -> None:
     assert chooses_a_way(*read_in(tmp_path, code)) is chooses
+
+
+GENES = """
+def genes(x):
+    def parse(weights):
+        found = []
+        rows = weights[0:4].copy()
+        for edge in sorted(range(4), key=lambda one: -max(rows[one][k] for k in range(len(rows[one]))))[:2]:
+            best = None
+            for k in range(len(rows[edge])):
+                if best is None or rows[edge][k] > rows[edge][best]:
+                    best = k
+            found.append((best, edge))
+        return found
+
+    return Genes(parse(x.data.cpu().numpy()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "ends"),
+    [
+        ("", "", False),
+        ("    def parse(weights):", "    def parse(weights):\n        weights = weights[0] / 2", True),
+        # Rows of a list may be as long as values say, and so may what nobody sees.
+        ("rows = weights[0:4].copy()", "rows = [one[one > 3] for one in weights]", True),
+        ("rows = weights[0:4].copy()", "rows = weights[weights > 3].copy()", True),
+        ("parse(x.data.cpu().numpy())", "parse(x.data.cpu().tolist())", True),
+        ("parse(x.data.cpu().numpy())", "(parse(x.data.cpu().numpy()), parse([[1], [2, 3]]))", True),
+        ("parse(x.data.cpu().numpy())", "Later(parse, x.data.cpu().numpy(), parse(x.numpy()))", True),
+        ("len(rows[edge])", "int(rows[edge][0])", True),
+    ],
+)
+def test_the_rows_of_an_array_are_as_long_as_one_another(tmp_path: Path, before: str, after: str, ends: bool) -> None:
+    file, line = read_in(tmp_path, GENES.replace(before, after) if before else GENES)
+    assert ends_a_loop(file, line) is ends
+
+
+CLIPS = """
+def spread(of):
+    for place in range(of.shape[-1]):
+        yield of[..., place]
+
+def grid(y, box):
+    if not all(x.max() <= box):
+        y = torch.clamp(y, max=box)
+    return spread(torch.floor(y / 3).int())
+"""
+
+
+@pytest.mark.parametrize(
+    ("clips", "ends"),
+    [
+        ("y = torch.clamp(y, max=box)", False),
+        ("y = y.detach().clamp(0, 1)", False),
+        ("y = F.relu(y.clone())", False),
+        ("y = torch.clamp(z, max=box)", True),
+        ("y = z.clamp(0, 1)", True),
+        ("y = y[:3].clamp(0, 1)", True),
+        ("y = torch.unique(y)", True),
+        ("y = z", True),
+        # As many as there are of what was clipped.
+        ("y = torch.clamp(y, max=box)\n    y = y[y > 0]", True),
+    ],
+)
+def test_what_an_if_clips_has_the_length_that_it_had(tmp_path: Path, clips: str, ends: bool) -> None:
+    file, line = read_in(tmp_path, CLIPS.replace("y = torch.clamp(y, max=box)", clips))
+    assert ends_a_loop(file, line) is ends
+
+
+def test_an_if_that_clips_does_some_work(tmp_path: Path) -> None:
+    assert chooses_a_way(*read_in(tmp_path, CLIPS))
+
+
+BUFFER = """
+class Buffer:
+    def __init__(self):
+        self.kept = []
+
+    def push(self, images):
+        images = x.cpu() + images
+        for image in images:
+            self.kept.append((image, 3))
+
+    def get(self, many):
+        images, numbers = zip(*random.choices(self.kept, k=many))
+        numbers = torch.tensor(numbers)
+        every = torch.tensor(self.kept)
+        return torch.stack(images), numbers
+
+def sample(buffer):
+    images, numbers = buffer.get(4)
+    return torch.cat([images, images])
+
+def train():
+    buffer = Buffer()
+    for step in range(3):
+        images = sample(buffer)
+        buffer.push(images)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("", "", False),
+        # Nobody sees what somebody else's does.
+        ("buffer = Buffer()", "buffer = libraries.Buffer()", True),
+        ("            self.kept", "            if image.max() > 3: self.kept", True),
+    ],
+)
+def test_what_an_own_object_does_with_what_it_is_told_is_followed(
+    tmp_path: Path, before: str, after: str, said: bool
+) -> None:
+    file, line = read_in(tmp_path, BUFFER.replace(before, after) if before else BUFFER)
+    assert selects(file, line) is said
+
+
+class Genes(NamedTuple):
+    found: Any
+
+
+class NoGenes(torch.nn.Module):
+    """Takes sizes."""
+
+
+@pytest.mark.parametrize(("made", "said"), [("Genes", False), ("NoGenes", True), ("NobodysGenes", True)])
+def test_a_tuple_with_a_name_takes_no_sizes(tmp_path: Path, made: str, said: bool) -> None:
+    file, line = read_in(tmp_path, f"best = x.argmax()\nfound = [best]\nmade = {made}(found)\n")
+    assert makes_a_size(file, line) is said

@@ -39,9 +39,11 @@ _WHATEVER_THE_VALUES = (
     "Couldn't load custom C++ ops",
 )
 # What a value flows into is as far from it as the farthest step on the way.
-_VALUE, _WHOLE, _COUNT, _WAY, _TOLD = range(5)
+_VALUE, _WHOLE, _COUNT, _ALTERED, _WAY, _TOLD = range(6)
 _Places = Sequence[Place]
-_STEPS = {"value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "way": _WAY, "told": _TOLD}
+_STEPS = {
+    "value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "altered": _ALTERED, "way": _WAY, "told": _TOLD,
+}  # fmt: skip
 
 
 def forget() -> None:
@@ -194,7 +196,7 @@ class _Reached:
         ]
         while left:
             number, flow, before = left.pop()
-            level = max(before, _STEPS[flow.kind])
+            level = _level(before, _STEPS[flow.kind])
             for key in flow.sets:
                 for place in range(len(self._files)) if flows.is_shared(key) else (number,):
                     if self._found.get((place, key, level), sys.maxsize) > flow.source.first:
@@ -216,7 +218,7 @@ class _Reached:
         if whole := flows.tuple_of(key):
             return key, whole
         own = (key, flows.no_tuple(key))
-        return (*own, (key[0], f"{key[1]}#")) if level >= _COUNT or self._sized else own
+        return (*own, (key[0], f"{key[1]}#")) if _sets_lengths(level) or self._sized else own
 
     def _follows(self, source: Uses, place: int, key: Key, level: int) -> bool:
         lines = [found[place, key, level] for found in (self._found, self._partly) if (place, key, level) in found]
@@ -239,7 +241,9 @@ class _Reached:
             (number, test.source)
             for number, one in enumerate(self._files)
             for test in one.tests
-            if test.decides == decides and not (test.unless and all(map(_is_as_written, test.unless)))
+            if test.decides == decides
+            and not (test.unless and all(map(_is_as_written, test.unless)))
+            and not (test.made and observers.are_tuples(test.made))
         )
 
     def goes_by(self, decides: str) -> bool:
@@ -277,6 +281,15 @@ class _Reached:
         number, source = used
         # (A constant reads nothing: `range(4)` may share its line with what does.)
         return number == 0 and bool(source.keys or source.reads) and source.covers(self._line, self._statements)
+
+
+def _sets_lengths(level: int) -> bool:
+    return level >= _COUNT and level != _ALTERED
+
+
+def _level(before: int, step: int) -> int:
+    """How far it is, after one more step: what was altered by a test has its length, until a count is made of it."""
+    return _WAY if (before, step) in ((_ALTERED, _COUNT), (_COUNT, _ALTERED)) else max(before, step)
 
 
 def _is_as_written(one: Own) -> bool:

@@ -41,6 +41,11 @@ _OF_SHAPE = frozenset(("shape", "size", "numel", "len", "ndim", "dim"))
 _COMPARING = frozenset(("gt", "lt", "ge", "le", "eq", "ne", "isin", "logical_and", "logical_or", "logical_not", "bool"))
 # What makes a tensor as long as what it is made of, but for libraries of the host.
 _OF_CONTENTS = frozenset(("tensor", "as_tensor", "from_numpy", "stack", "cat", "index_select"))
+# What gives a tensor as large as the one that it is given, with other numbers.
+_ALTERING = frozenset((
+    "clamp", "clip", "clamp_min", "clamp_max", "nan_to_num", "relu", "abs", "neg", "sqrt", "exp", "log", "sigmoid", "tanh",
+    "round", "floor", "ceil", "float", "half", "double", "detach", "contiguous", "clone",
+))  # fmt: skip
 _COPYING = frozenset(("list", "tuple", "sorted", "reversed", "array", "asarray", "from_numpy", "tensor", "as_tensor"))
 _HOSTS = ("np.", "numpy.", "pd.")
 
@@ -217,6 +222,21 @@ def as_long_as(node: ast.expr) -> Iterator[ast.expr]:
         yield from as_long_as(node.value)
     elif isinstance(node, ast.Call) and called(node) in _COPYING and len(node.args) == 1:
         yield from as_long_as(node.args[0])
+
+
+def left_as_long(node: ast.Assign) -> bool:
+    """``x = torch.clamp(x, 0, 1)``, ``x = x.detach().clamp(0, 1)``: whether a name keeps the length that it has."""
+    name = dotted(node.targets[0]) if len(node.targets) == 1 else ""
+    return bool(name) and not dotted(node.value) and _is_altered(node.value, name)
+
+
+def _is_altered(node: ast.expr, name: str) -> bool:
+    """Whether it is that name, or what is as large as that."""
+    if isinstance(node, ast.Call) and called(node) in _ALTERING:
+        # (A function of a module is given the tensor; a method has it.)
+        owner = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        return any(_is_altered(one, name) for one in (*node.args[:1], *owner))
+    return dotted(node) == name
 
 
 def keyed_names(tree: ast.AST) -> frozenset[str]:

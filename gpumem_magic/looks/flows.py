@@ -33,12 +33,14 @@ from gpumem_magic.looks.expressions import (
     keyed_names,
     keys_given,
     keys_set,
+    left_as_long,
     left_out,
     makes_of_contents,
     selections,
     targets,
     whole_numbers,
 )
+from gpumem_magic.looks.given_names import GivenNames
 from gpumem_magic.looks.wording import Own, Wording
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
@@ -124,8 +126,8 @@ class Through(NamedTuple):
 
 class Flow(NamedTuple):
     """kind: what is set holds the "value" (an "argument" does), a "whole" number made of it, a "count" or a "way" follows from a
-    test, an object is "told". through: it flows only if such methods let it. takes: the parameters' names of the function that
-    it goes into, where that can be given no others."""
+    test, it is "altered" with the length that it has, an object is "told". through: it flows only if such methods let it. takes:
+    the parameters' names of the function that it goes into, where that can be given no others."""
 
     source: Uses
     sets: tuple[Key, ...]
@@ -141,13 +143,14 @@ class Test(NamedTuple):
     in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
     (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
     is an ``if`` that does nothing but show lines. unless: it decides that only where one of these methods is another in a
-    subclass.
+    subclass. made: the class that is made with it, as far as it has a name (a tuple takes no sizes).
     """
 
     source: Uses
     decides: str
     but: frozenset[Key]
     unless: frozenset[Own] = frozenset()
+    made: str = ""
 
 
 class StatementUses(NamedTuple):
@@ -227,6 +230,7 @@ class _FlowReader:
         self._keyed = keyed_names(tree)
         self._modules = imported_modules(tree)
         self._wording = Wording(tree, self._keyed)
+        self._given = GivenNames(tree)
         self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
         self._once = 0
         self._statement: Place = (0, 0)
@@ -412,7 +416,9 @@ class _FlowReader:
         elif isinstance(node, ast.If) and any(isinstance(one, ast.Call) and called(one) in _SHOWS for one in inner):
             self._test(test, "prints")
         for one in inner:
-            if isinstance(one, _ASSIGNMENTS):
+            if isinstance(one, ast.Assign) and left_as_long(one):
+                self._flow(test, tuple(self._targets(one)), "altered")
+            elif isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
                 given = tuple(self._targets(one))
                 self._flow(test, (*given, *map(_nothing, given)), "count" if counts else "way")
@@ -466,15 +472,15 @@ class _FlowReader:
             if name == "one_hot":
                 self._test(call, "sized")
             for argument in arguments(call):
-                self._size(argument)
+                self._size(argument, made=name if name[:1].isupper() else "")
         elif name in _SCALING:
             for argument in arguments(call)[1:]:
                 self._test(argument, "rounded")
 
-    def _size(self, of: ast.expr) -> None:
-        self._test(of, "size")
+    def _size(self, of: ast.expr, made: str = "") -> None:
+        self._test(of, "size", made=made)
         for one in whole_numbers(of):
-            self._test(one, "rounded")
+            self._test(one, "rounded", made=made)
 
     def _holds(self, source: ast.expr, into: ast.expr) -> None:
         """How much `into` holds goes by an expression."""
@@ -531,6 +537,9 @@ class _FlowReader:
     def _told(self, call: ast.Call) -> None:
         """An object whose method is called, or a function, is told of the arguments."""
         told = dotted(call.func.value if isinstance(call.func, ast.Attribute) else call.func)
+        # (What its own method does with them is followed there.)
+        if isinstance(call.func, ast.Attribute) and self._given.follows(self._key(told), call.func.attr):
+            return
         if told not in ("", "self") and called(call) not in QUIET and called(call) != "copy_":
             for argument in arguments(call):
                 self._flow(argument, (self._key(told),), "told")
@@ -570,10 +579,15 @@ class _FlowReader:
         return frozenset(), [self._uses(value)]
 
     def _test(
-        self, source: ast.expr, decides: str, but: ast.expr | None = None, unless: frozenset[Own] = frozenset()
+        self,
+        source: ast.expr,
+        decides: str,
+        but: ast.expr | None = None,
+        unless: frozenset[Own] = frozenset(),
+        made: str = "",
     ) -> None:
         but_keys = frozenset() if but is None else self._uses(but).keys
-        self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys, unless))
+        self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys, unless, made))
 
     # ---- expressions
 
@@ -627,12 +641,19 @@ class _FlowReader:
                 parts.pop()
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
+        elif asked == "length" and isinstance(node, ast.Subscript) and self._are_rows(node.value):
+            yield from self._keys(node.value, asked)
         elif isinstance(node, ast.Attribute) and node.attr in _OF_SHAPE:
             yield from self._keys(node.value, "length")
         else:
             asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             for child in ast.iter_child_nodes(node):
                 yield from self._keys(child, asked if asks else "")
+
+    def _are_rows(self, node: ast.expr) -> bool:
+        while isinstance(node, ast.Subscript):
+            node = node.value
+        return isinstance(node, ast.Name) and self._given.are_rows(self._key(node.id))
 
     def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:

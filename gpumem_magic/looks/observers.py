@@ -3,7 +3,7 @@
 ``self.control = handler.on_log(self.control, logs)`` hands `control` to everybody who listens, and gets it back. The logs are in
 it then only where somebody who defines ``on_log`` puts them there, or keeps them for another of its methods that does. So all
 classes that are alive and define it are asked, by the source of all their methods. Whether a method is another in a subclass is
-asked of the same classes.
+asked of the same classes, and whether what has a class's name is a tuple.
 """
 
 from __future__ import annotations
@@ -45,6 +45,13 @@ def is_nowhere_another(name: str, lines: frozenset[int]) -> bool:
     )
 
 
+@lru_cache(maxsize=64)
+def are_tuples(name: str) -> bool:
+    """Whether all classes of this name that are alive are tuples, as named ones are."""
+    owners = [one for one in _subclasses(object) if one.__name__ == name]
+    return bool(owners) and all(tuple in one.__mro__ for one in owners)
+
+
 def _is_written_at(method: object, lines: frozenset[int]) -> bool:
     function = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
     return isinstance(function, FunctionType) and function.__code__.co_firstlineno in lines
@@ -52,9 +59,10 @@ def _is_written_at(method: object, lines: frozenset[int]) -> bool:
 
 def forget() -> bool:
     """Whether there was anything to forget."""
-    known = give_back_unchanged.cache_info().currsize + is_nowhere_another.cache_info().currsize > 0
-    give_back_unchanged.cache_clear()
-    is_nowhere_another.cache_clear()
+    asked = (give_back_unchanged, is_nowhere_another, are_tuples)
+    known = any(one.cache_info().currsize for one in asked)
+    for one in asked:
+        one.cache_clear()
     return known
 
 
