@@ -608,6 +608,35 @@ def test_sums_of_coordinates_are_made_one_by_their_places(h100: None) -> None:
     assert [at for at in freed if at in first] == first[::-1]
 
 
+@pytest.mark.parametrize("dims", [0, 1, (0, 1), 2, (0, 2), (1, 2), (0, 1, 2)])
+def test_a_sum_of_some_dimensions_gives_its_gradient_to_each_element(dims: int | tuple[int, ...], h100: None) -> None:
+    def gradient(device: str) -> torch.Tensor:
+        rows = torch.tensor([[0, 0, 1, 2], [0, 2, 1, 0]])
+        a = torch.sparse_coo_tensor(rows, torch.ones(4, 3), (3, 3, 3)).coalesce().to(device).requires_grad_()
+        found = torch.sparse.sum(a, dims)
+        (found if found.layout is torch.strided else torch.sparse.sum(found)).sum().backward()
+        assert a.grad is not None
+        return a.grad
+
+    expected, found = gradient("cpu"), gradient("cuda")
+    assert described(found) == described(expected)
+    assert found._values().shape == expected._values().shape
+    assert torch.equal(found.to_dense().cpu(), expected.to_dense())
+
+
+def test_what_was_summed_up_is_found_by_the_numbers_of_its_places(h100: None) -> None:
+    a = half_full().to_sparse().requires_grad_()
+    summed = torch.sparse.sum(a, 1)
+    given = summed.detach()
+    places = summed._nnz() * 8
+    taken = made(lambda: torch.autograd.grad(summed, a, given, retain_graph=True))
+    assert taken == [4 * 4, places, 4 * 8, 4 * 8, 2 * 4 * 8]
+    # Of none there is nothing to give on.
+    empty = torch.sparse_coo_tensor(size=(3, 4), device="cuda").requires_grad_()
+    gradient = torch.autograd.grad(torch.sparse.sum(empty, 1), empty, torch.sparse_coo_tensor(size=(3,), device="cuda"))
+    assert gradient[0]._nnz() == 0
+
+
 def test_places_of_one_are_looked_for_among_those_of_the_other(h100: None) -> None:
     a, b = half_full().to_sparse(), torch.eye(3, 4, device="cuda").to_sparse()
     # Numbers up to the longer list's length, those of its places, where each of the three begins and how often it is there.

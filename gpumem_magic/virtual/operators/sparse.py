@@ -614,3 +614,29 @@ def _sum_of_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     del values
     engine.table.drain()
     return found
+
+
+@_sparse(_aten._sparse_sum_backward.default)
+def _gradient_of_a_sum(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    """The sum's gradient, spread over what was summed up. Where places were, each element looks for its place among the sum's, by
+    their numbers; Thrust's search takes nothing of its own. The places are copied (`_sparse_sum_backward_cuda` in
+    ``SparseCUDATensorMath.cu``)."""
+    given, source, dims = args[0], args[1], {dim % args[1].dim() for dim in args[2]}
+    if not (parts(engine, given).elements if is_sparse(given) else given.numel()):
+        return torch.zeros_like(source)
+    source = coalesced(engine, source, device)
+    old = parts(engine, source)
+    if dims.issuperset(range(old.dims)):
+        values = _placed(engine, tuple(old.values.shape), given.dtype, device)
+    else:
+        given = coalesced(engine, given, device)
+        elements, values = parts(engine, given).elements, parts(engine, given).values
+        if any(dim >= old.dims for dim in dims):
+            values = _placed(engine, (elements, *old.values.shape[1:]), given.dtype, device)
+        if any(dim < old.dims for dim in dims):
+            found = _placed(engine, tuple(old.values.shape), given.dtype, device)
+            with engine.scratch(device, *(count * _INDEX_BYTES for count in (elements, old.elements, old.elements))):
+                pass
+            values = found
+    indices = _placed(engine, tuple(old.indices.shape), torch.int64, device)
+    return join(indices, values, source.shape, False)
