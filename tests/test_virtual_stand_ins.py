@@ -208,6 +208,34 @@ def test_a_mask_has_no_more_than_a_program_marked_in_it() -> None:
     assert len(experts[:, 3].nonzero()) == 500
 
 
+def test_large_masks_of_a_diagonal_have_as_many_as_they_have() -> None:
+    """Contrastive losses leave each row's own element out; a mask of 700 x 700 flags is too large to be followed."""
+    size = 700
+    count, values = size * size, unknown(size, size)
+    for mask, there in (
+        (torch.eye(size, dtype=torch.bool, device="cuda"), size),
+        (~torch.eye(size, dtype=torch.bool, device="cuda"), count - size),
+        (torch.eye(size, device="cuda").bool(), size),
+        (torch.eye(size, device="cuda") != 0, size),
+        (torch.eye(size, device="cuda") == 0, count - size),
+        (torch.ones(size, size, dtype=torch.bool, device="cuda").fill_diagonal_(False), count - size),
+        (torch.zeros(size, size, dtype=torch.bool, device="cuda").fill_diagonal_(True), size),
+        (~torch.zeros(size, size, dtype=torch.bool, device="cuda").fill_diagonal_(True), count - size),
+    ):
+        assert values[mask].shape == (there,)
+    both = torch.cat([torch.eye(size, dtype=torch.bool, device="cuda")] * 2)
+    assert len((~both).nonzero()) == 2 * (count - size)
+    assert len(torch.eye(size, 3000, device="cuda").nonzero()) == size
+    # What is written otherwise is not known to be as many.
+    written = torch.eye(size, dtype=torch.bool, device="cuda")
+    written[3:5] = True
+    assert len(written.nonzero()) == 3 * size
+    assert len((~written).nonzero()) == count
+    assert len((torch.eye(size, device="cuda") != 1).nonzero()) == count
+    torch.diagonal(written).copy_(values[0] > 0)
+    assert len((~written).nonzero()) == count
+
+
 def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> None:
     for write in (
         lambda mask: mask.copy_(unknown(2000)),

@@ -51,7 +51,15 @@ def _marked(known: HowMany, args: Any, kwargs: Any) -> int | None:
 
 @_for("fill_ copy_", begins=True)
 def _written(known: HowMany, args: Any, kwargs: Any) -> int | None:
-    return _added([known.at_most_around(args[0]), args[0].numel()])
+    """(As `fill_diagonal_` writes, too: into a view.)"""
+    view, number = args[:2]
+    around, count = known.at_most_around(view), view.numel()
+    if isinstance(number, (int, float)) and isinstance(around, Exactly) and apart(view) == count:
+        if around == 0:
+            return Exactly(count) if number else around
+        if not number and around * view.element_size() == view.untyped_storage().nbytes():
+            return Exactly(around - count)
+    return _added([around, count])
 
 
 @_for("scatter_ scatter scatter_add_ scatter_add", begins=True)
@@ -110,7 +118,9 @@ def _of_both(known: HowMany, args: Any) -> list[int | None]:
 
 @_for("cat stack")
 def _together(known: HowMany, args: Any, kwargs: Any) -> int | None:
-    return _added([known.at_most(tensor) for tensor in args[0]])
+    bounds = [known.at_most(tensor) for tensor in args[0]]
+    most = _added(bounds)
+    return Exactly(most) if most is not None and all(isinstance(bound, Exactly) for bound in bounds) else most
 
 
 def _compared(of_numbers: Callable[[Any], bool]) -> Rule:
@@ -124,8 +134,25 @@ def _compared(of_numbers: Callable[[Any], bool]) -> Rule:
     return rule
 
 
-_for("ne gt")(_compared(lambda number: number == 0))
-_for("eq ge")(_compared(lambda number: number > 0))
+_above = _compared(lambda number: number == 0)
+_at = _compared(lambda number: number > 0)
+_for("gt")(_above)
+_for("ge")(_at)
+
+
+@_for("ne")
+def _unlike(known: HowMany, args: Any, kwargs: Any) -> int | None:
+    """(What is no number is not zero, as it is counted.)"""
+    is_zero = isinstance(args[1], (int, float)) and args[1] == 0
+    return known.at_most(args[0]) if is_zero else None
+
+
+@_for("eq")
+def _like(known: HowMany, args: Any, kwargs: Any) -> int | None:
+    if not isinstance(args[1], (int, float)) or args[1] != 0:
+        return _at(known, args, kwargs)
+    bound = known.at_most(args[0])
+    return Exactly(args[0].numel() - bound) if isinstance(bound, Exactly) else None
 
 
 @_for("gather", begins=True)

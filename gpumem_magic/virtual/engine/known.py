@@ -124,8 +124,9 @@ class KnownEngine(ComputingEngine):
         placement = self.table.find(storage) if view.numel() * view.element_size() < storage.nbytes() else None
         if placement is None:
             return None
-        is_zero = type(placement.twin) is Uniform and placement.sure and not bool(placement.twin.element)
-        return 0 if is_zero else placement.few
+        if type(placement.twin) is Uniform and placement.sure and placement.twin.fits(view):
+            return few.Exactly(storage.nbytes() // view.element_size() if bool(placement.twin.element) else 0)
+        return placement.few
 
     def tell(self, mask: Any, count: int) -> None:
         if _is_dense(mask):
@@ -207,6 +208,8 @@ class KnownEngine(ComputingEngine):
     def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
         if call.name == "randperm":
             self._hold_once(tensor, 0)
+        if call.name == "eye" and not self.bounds.hold(tensor):
+            self._bound([], tensor, few.Exactly(min(tensor.shape)))
         draws = call.name.startswith(_DRAWING)
         if not draws and not self.bounds.hold(tensor):
             with host_only():
