@@ -511,6 +511,96 @@ def test_no_grad_is_each_threads_own() -> None:
         assert "missing_no_grad" not in names(book.measured(cell.format(run="torch.no_grad()(lambda x: model(x))")))
 
 
+def test_threads_are_known_by_what_runs() -> None:
+    # Nothing that is typed in the notebook says so.
+    cell = (
+        "import concurrent.futures as futures\nwith torch.no_grad(), {pool} as pool:\n"
+        "    outs = list(pool.map(model, [x] * 5))"
+    )
+    with notebook("T4") as book:
+        book.cell("model = net(1024).eval()\nx = torch.zeros(4096, 1024, device='cuda')")
+        book.cell("import concurrent.futures as futures\nMADE = getattr(futures, 'Thr' + 'eadPoolExecutor')")
+        (cause,) = [one for one in book.measured(cell.format(pool="MADE(2)")).causes if one.name == "missing_no_grad"]
+        assert "keeps the graphs of 5 iterations" in cause.text
+
+
+POOL = """
+class Pool:
+    def __init__(self): self.images = []
+    def query(self, image):
+        if len(self.images) < {most}:
+            self.images.append(image)
+        else:
+            old, self.images[0] = self.images[0], image
+pool = Pool()
+"""
+
+
+@pytest.mark.parametrize(("most", "found"), [(50, True), (2, False)])
+def test_a_list_that_is_filled_and_then_replaced_names_the_statement_that_fills_it(most: int, found: bool) -> None:
+    with notebook() as book:
+        book.cell(POOL.format(most=most))
+        report = book.measured("for _ in range(8):\n    pool.query(mib(8))")
+        told = [one for one in report.causes if one.name == "growth"]
+        assert bool(told) == found
+        assert all("(`self.images.append(image)`)" in one.text for one in told)
+
+
+def test_a_dictionary_under_a_key_still_names_its_own_statement() -> None:
+    with notebook() as book:
+        report = book.measured("seen = {}\nfor i in range(8):\n    seen[i] = mib(8)")
+        (cause,) = [one for one in report.causes if one.name == "growth"]
+        assert "`seen[i] = mib(8)`" in cause.text
+
+
+def test_tracing_wants_no_graph() -> None:
+    cell = "traced = torch.jit.trace(model, x)"
+    with notebook("T4") as book:
+        book.cell(
+            "model = nn.Sequential(*[net(1024) for _ in range(4)]).eval()\nx = torch.zeros(16384, 1024, device='cuda')"
+        )
+        report = book.measured(cell)
+        (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
+        assert cell.removeprefix("traced = ") in cause.text
+        assert "with `check_trace=False`" in cause.remedy
+        after = book.measured(f"with torch.no_grad():\n    {cell.replace('x)', 'x, check_trace=False)')}")
+        assert "missing_no_grad" not in names(after)
+        assert after.peak.allocated <= report.peak.allocated - cause.bytes // 2
+
+
+ENCODED = """
+mlp = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, {out})).cuda()
+def encode(x):
+    return torch.cat([torch.sin(x * 2**i) for i in range(16)], -1)
+points = torch.zeros({count}, 4, device="cuda")
+"""
+
+
+def test_many_points_at_once_are_told_and_half_of_them_take_what_is_said() -> None:
+    with notebook("T4") as book:
+        book.cell(ENCODED.format(out=1, count=4_000_000))
+        report = book.measured("with torch.no_grad():\n    sigma = mlp(encode(points))")
+        (cause,) = [one for one in report.causes if one.name == "whole_batch"]
+        assert "All 4,000,000 items go through `mlp` at once" in cause.text
+        halves = book.measured(
+            "with torch.no_grad():\n    sigma = torch.cat([mlp(encode(one)) for one in points.chunk(2)])"
+        )
+        saved = report.peak.allocated - halves.peak.allocated
+        said = re.search(r"about ([\d,]+) MiB less", cause.remedy)
+        assert said is not None
+        assert saved / 2**20 == pytest.approx(float(said[1].replace(",", "")), rel=0.05)
+        # In parts it is no news.
+        assert "whole_batch" not in names(halves)
+
+
+@pytest.mark.parametrize(("out", "count"), [(4096, 200_000), (1, 50_000)])
+def test_results_that_are_kept_and_few_items_want_no_parts(out: int, count: int) -> None:
+    with notebook("T4") as book:
+        book.cell(ENCODED.format(out=out, count=count))
+        report = book.measured("with torch.no_grad():\n    sigma = mlp(encode(points))")
+        assert "whole_batch" not in names(report)
+
+
 def test_of_two_states_the_one_that_is_not_detached_carries_the_graph() -> None:
     cell = (
         "for _ in range(6):\n    h{also} = h.detach(){its}\n    h, c = cell(x, (h, c))\n"

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
@@ -16,6 +17,8 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 _LEAST = 4
+# More items than anybody trains with at once: points, pixels, rows of a table.
+_VERY_MANY = 100_000
 # The dimensions of several images, and of volumes.
 _IMAGES = (4, 5)
 _OF_AN_IMAGE = 2
@@ -35,9 +38,10 @@ def whole_batch(scene: Scene) -> Iterator[Cause]:
     error = scene.report.error
     if error is not None and error.wanted is not None:
         yield from _too_many(scene, error.wanted)
+    elif error is None and not scene.spans(BACKWARD):
+        yield from _in_a_forward(scene)
     elif (
         error is None
-        and scene.spans(BACKWARD)
         # What an attempt took that failed is not all that its batch takes.
         and not peak_is_of_a_failed_attempt(scene.recording, scene.device, scene.timeline)
     ):
@@ -86,6 +90,47 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
         f"Half the batch would take about {human(saved)} less.",
         size,
     )
+
+
+def _in_a_forward(scene: Scene) -> Iterator[Cause]:
+    """The same where nothing is trained, and the peak is in a forward that has very many items at once."""
+    forward = next(
+        (one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)), None
+    )
+    if forward is None or forward.failed or forward.graph:
+        return
+    if sum(one.label == forward.label for one in scene.spans(FORWARD)) > 1:
+        # They come in parts as it is.
+        return
+    batch = Batch(scene)
+    living = scene.timeline.live_at(scene.moment)
+    parts = batch.parts_of(living)
+    size = size_of(parts)
+    if batch.items < _VERY_MANY or 2 * size < size_of(living) or size < WORTH:
+        return
+    # What the program itself keeps of all items is there either way: its results, and what it names.
+    end = scene.end_of(forward)
+    during = [one for one in batch.parts_of(scene.timeline.allocations) if _goes_after(scene, one, end)]
+    saved = scene.report.peak.allocated - scene.highest_without(during, share=2)[0]
+    if saved < max(WORTH // 2, scene.part_of_peak(4)):
+        return
+    yield Cause(
+        "whole_batch",
+        f"All {batch.items:,} items go through {quoted(forward.label)} at once: {human(size)}, {human(size // batch.items)} an "
+        "item.",
+        f"Half of them at a time would take about {human(saved)} less.",
+        size,
+    )
+
+
+def _goes_after(scene: Scene, one: Allocation, end: int) -> bool:
+    """Whether it is of a forward's own work or was made for it alone: it has no name, and goes before the forward's end or as
+    soon as that has its result."""
+    return one.freed is not None and not scene.labels[one.index].name and one.freed <= _end_of_row(scene, end)
+
+
+def _end_of_row(scene: Scene, position: int) -> int:
+    return next((stop for _, start, stop in scene.points if start <= position <= stop), position)
 
 
 def large_images(scene: Scene) -> Iterator[Cause]:

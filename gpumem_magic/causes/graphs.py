@@ -53,7 +53,6 @@ _ASKED = re.compile(r"\boutput_(?P<key>\w+)\s*=\s*True")
 # What keeps autograd from recording, as a context.
 _WITHOUT_GRAPHS = ("no_grad", "inference_mode")
 _Turn = TypeVar("_Turn", int, tuple[tuple[int, ...], tuple[int, ...]])
-_THREADS = re.compile(r"Thread")
 # Bytes of a complex number in double precision.
 _A_NUMBER = 16
 
@@ -252,7 +251,7 @@ def _graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
     parts = len({base(one) for one in spot.held})
     # What lies around a forward, its batch and its loss, is no other one's.
     within = sum(bisect_left(born, begin) < bisect_left(born, end) for begin, end in spans)
-    if _THREADS.search(scene.typed):
+    if any(one.beside for one in scene.spans(FORWARD)):
         # Of the threads that run a model, one is watched; what shares a forward has next to nothing of its own.
         by_part = Counter[str]()
         for one in spot.held:

@@ -281,7 +281,9 @@ class ProgramText:
                     ]
                 keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
                 if own:
-                    return one.place((keyed or own)[-1])
+                    # (``pool[i] = new`` of a list takes the place of another, where an ``append`` fills it.)
+                    more = [node for node in own if _appends(node, wanted)]
+                    return one.place((keyed or more or own)[-1])
         for one in self._mentioning(attribute, "cached_property") if attribute else ():
             if (result := one.cached(attribute)) is not None:
                 return one.place(result)
@@ -679,6 +681,17 @@ def _adds(node: ast.AST, wanted: str, certain: bool, of_object: bool) -> bool:
             if (mentions and not takes_out) or gives:
                 return True
     return False
+
+
+def _appends(node: ast.AST, wanted: str) -> bool:
+    """Whether a statement makes a container of this name longer, by a method that only lists and sets have."""
+    return any(
+        isinstance(inner, ast.Call)
+        and isinstance(inner.func, ast.Attribute)
+        and inner.func.attr in ("append", "extend", "insert", "add")
+        and _last(inner.func.value) == wanted
+        for inner in ast.walk(node)
+    )
 
 
 def _sums(node: ast.Call, name: str) -> bool:

@@ -18,6 +18,8 @@ from gpumem_magic.units import human
 
 # What a layer reads and what it makes live without a graph, too.
 _IN_WORK = 2
+# `torch.jit.trace`.
+_TRACING = "trace"
 # So many of the largest say where.
 _LARGEST = 8
 
@@ -37,11 +39,15 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     here = [one for one in unused if one.born < scene.moment and (one.freed is None or one.freed >= scene.moment)]
     if size_of(here) < scene.part_of_peak(10):
         return
+    point = scene.tensors.statement_at(here[-1].born) if scene.tensors is not None else None
     highest, _ = scene.highest_without(unused)
-    if 2 * (scene.report.peak.allocated - highest) < size_of(here):
+    # (Tracing runs the model again and again, and what runs inside the tracer is no module's forward.)
+    traced = point is not None and any(
+        one.line == point.line and not one.where for one in scene.program.calls(_TRACING)
+    )
+    if not traced and 2 * (scene.report.peak.allocated - highest) < size_of(here):
         return
     places = {made_at(scene, one) for one in sorted(here, key=lambda one: -one.size)[:_LARGEST]}
-    point = scene.tensors.statement_at(here[-1].born) if scene.tensors is not None else None
     # Where these are of several lines of a model's own, it goes by the statement that called it.
     made = places.pop()
     if places and point is not None:
@@ -50,6 +56,8 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     remedy = "Run it inside `with torch.no_grad():`."
     if _goes_backward_elsewhere(scene, here):
         remedy = "Choose inside `with torch.no_grad():`, and run what goes backward once more with its graph."
+    elif traced and point is not None and "check_trace" not in point.statement:
+        remedy = f"{remedy[:-1]} and with `check_trace=False`: the check runs it again, which takes memory, too."
     yield Cause(
         "missing_no_grad",
         f"{made} saves {human(size_of(here))} for a backward that never comes: autograd is on there.",

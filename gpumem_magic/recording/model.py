@@ -74,7 +74,8 @@ class Span:
     recomputation: forward work that activation checkpointing does again inside a backward. failed: an exception left it.
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
     out just before it. steps_left_out: how many steps of the first optimizer went with these, and with iterations that had rows
-    of their own. graph: whether autograd had recorded what a forward gave.
+    of their own. graph: whether autograd had recorded what a forward gave. beside: whether forwards that have no spans began
+    meanwhile in other threads.
     """
 
     kind: str
@@ -85,6 +86,7 @@ class Span:
     skipped: int = 0
     steps_left_out: int = 0
     graph: bool = False
+    beside: bool = False
 
 
 class Sighting(NamedTuple):

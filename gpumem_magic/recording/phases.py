@@ -53,13 +53,16 @@ _OWN_RANGES = (
 
 @dataclass
 class _Open:
-    """A span that has begun. owner: id of the module or optimizer, to know its end by."""
+    """A span that has begun. owner: id of the module or optimizer, to know its end by. in_threads: whether it is of a module that
+    runs in threads itself. beside: as of a span."""
 
     kind: str
     label: str
     start: Moment
     thread: int
     owner: int = 0
+    in_threads: bool = False
+    beside: bool = False
 
 
 class Phases:
@@ -183,7 +186,7 @@ class Phases:
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
             moment = self._moment()
-            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, graph=graph))
+            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, graph=graph, beside=one.beside))
             self._grown()
             return moment
         return None
@@ -259,8 +262,18 @@ class Phases:
                     self._begin(RECOMPUTATION, self._label("module", module), id(module))
             elif not self._is_open(FORWARD):
                 one = self._begin(FORWARD, self._label("module", module), id(module))
+                one.in_threads = isinstance(module, torch.nn.DataParallel)
                 self.hidden.forward_of(module)
                 self._witness.forward_begins(module, args, one.start)
+            else:
+                self._another_began()
+
+    def _another_began(self) -> None:
+        """A forward has begun in this thread while one is under way, which may be another thread's."""
+        thread = threading.get_ident()
+        for one in self._open:
+            if one.kind == FORWARD and one.thread != thread and not one.in_threads:
+                one.beside = True
 
     def _forward_ended(self, module: torch.nn.Module, args: tuple[Any, ...], *rest: Any) -> None:
         if torch.compiler.is_compiling():
