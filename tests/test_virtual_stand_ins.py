@@ -236,6 +236,14 @@ def test_large_masks_of_a_diagonal_have_as_many_as_they_have() -> None:
     assert len((~written).nonzero()) == count
 
 
+def test_what_a_large_mask_of_a_diagonal_selects_is_no_guess() -> None:
+    for mask, guessed in ((lambda eye: ~eye, False), (lambda eye: ~eye | (unknown(700, 700) > 0), True)):
+        gpu.turn_off()
+        with gpumem_magic.measure(device="T4") as measured:
+            unknown(700, 700)[mask(torch.eye(700, dtype=torch.bool, device="cuda"))].sum()
+        assert ("A selection may have another size" in measured.report.answer) is guessed
+
+
 def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> None:
     for write in (
         lambda mask: mask.copy_(unknown(2000)),

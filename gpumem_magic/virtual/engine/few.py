@@ -18,7 +18,11 @@ from gpumem_magic.virtual.engine.rule_book import RuleBook
 
 
 class Exactly(int):
-    """A bound that is reached."""
+    """A bound that is reached, as far as what nobody knows was counted so before."""
+
+
+class Surely(Exactly):
+    """The same whatever it is that nobody knows."""
 
 
 class HowMany(Protocol):
@@ -56,9 +60,9 @@ def _written(known: HowMany, args: Any, kwargs: Any) -> int | None:
     around, count = known.at_most_around(view), view.numel()
     if isinstance(number, (int, float)) and isinstance(around, Exactly) and apart(view) == count:
         if around == 0:
-            return Exactly(count) if number else around
+            return type(around)(count) if number else around
         if not number and around * view.element_size() == view.untyped_storage().nbytes():
-            return Exactly(around - count)
+            return type(around)(around - count)
     return _added([around, count])
 
 
@@ -96,7 +100,7 @@ def _converted(known: HowMany, args: Any, kwargs: Any) -> int | None:
 def _inverted(known: HowMany, args: Any, kwargs: Any) -> int | None:
     flags = args[0].dtype == torch.bool
     bound = known.at_most(args[0]) if flags else None
-    return Exactly(args[0].numel() - bound) if isinstance(bound, Exactly) else None
+    return type(bound)(args[0].numel() - bound) if isinstance(bound, Exactly) else None
 
 
 @_for("bitwise_or bitwise_or_ logical_or logical_or_ bitwise_xor logical_xor __or__ __ior__ add add_ maximum")
@@ -120,7 +124,10 @@ def _of_both(known: HowMany, args: Any) -> list[int | None]:
 def _together(known: HowMany, args: Any, kwargs: Any) -> int | None:
     bounds = [known.at_most(tensor) for tensor in args[0]]
     most = _added(bounds)
-    return Exactly(most) if most is not None and all(isinstance(bound, Exactly) for bound in bounds) else most
+    if most is None:
+        return None
+    kind = next(one for one in (Surely, Exactly, int) if all(isinstance(bound, one) for bound in bounds))
+    return kind(most)
 
 
 def _compared(of_numbers: Callable[[Any], bool]) -> Rule:
@@ -152,7 +159,7 @@ def _like(known: HowMany, args: Any, kwargs: Any) -> int | None:
     if not isinstance(args[1], (int, float)) or args[1] != 0:
         return _at(known, args, kwargs)
     bound = known.at_most(args[0])
-    return Exactly(args[0].numel() - bound) if isinstance(bound, Exactly) else None
+    return type(bound)(args[0].numel() - bound) if isinstance(bound, Exactly) else None
 
 
 @_for("gather", begins=True)

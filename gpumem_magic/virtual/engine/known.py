@@ -103,11 +103,11 @@ class KnownEngine(ComputingEngine):
         apart = few.apart(tensor)
         if placement.twin is not None and apart == tensor.numel():
             if type(placement.twin) is Uniform and placement.sure:
-                return few.Exactly(tensor.numel() if bool(placement.twin.element) else 0)
+                return few.Surely(tensor.numel() if bool(placement.twin.element) else 0)
             found = None if isinstance(placement.twin, Uniform) else self.known(tensor)
             if found is not None and found.exact:
                 with host_only():
-                    return few.Exactly(found.host.count_nonzero())
+                    return few.Surely(found.host.count_nonzero())
         told = None if placement.told is None else placement.told.get(few.look_of(tensor))
         if told is not None or placement.few is None:
             return told
@@ -125,7 +125,7 @@ class KnownEngine(ComputingEngine):
         if placement is None:
             return None
         if type(placement.twin) is Uniform and placement.sure and placement.twin.fits(view):
-            return few.Exactly(storage.nbytes() // view.element_size() if bool(placement.twin.element) else 0)
+            return few.Surely(storage.nbytes() // view.element_size() if bool(placement.twin.element) else 0)
         return placement.few
 
     def tell(self, mask: Any, count: int) -> None:
@@ -209,7 +209,7 @@ class KnownEngine(ComputingEngine):
         if call.name == "randperm":
             self._hold_once(tensor, 0)
         if call.name == "eye" and not self.bounds.hold(tensor):
-            self._bound([], tensor, few.Exactly(min(tensor.shape)))
+            self._bound([], tensor, few.Surely(min(tensor.shape)))
         draws = call.name.startswith(_DRAWING)
         if not draws and not self.bounds.hold(tensor):
             with host_only():

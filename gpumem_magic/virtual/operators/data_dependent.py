@@ -18,7 +18,7 @@ from gpumem_magic.virtual.engine import shares, supplied, values
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.few import Exactly
+from gpumem_magic.virtual.engine.few import Exactly, Surely
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -291,6 +291,8 @@ def _most(engine: Engine, mask: Any) -> int:
 def _selected(engine: Engine, operator: str, mask: Any) -> int:
     """How many elements of a mask, whose values are not known, are taken to be true."""
     most, share = _most(engine, mask), engine.share(mask)
+    if isinstance(most, Surely):
+        return most
     likely = None if share is None or isinstance(most, Exactly) else shares.expected(share, mask)
     return engine.selected(operator, most, likely if likely is not None and likely < most else None)
 
