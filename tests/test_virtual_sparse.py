@@ -879,3 +879,56 @@ EMPTY: list[tuple[torch.layout, Any]] = [
     (torch.sparse_csc, None),
     (torch.sparse_bsr, (1, 2)),
 ]
+
+
+_FORMS = {
+    "coo": torch.sparse_coo, "csr": torch.sparse_csr, "csc": torch.sparse_csc, "bsr": torch.sparse_bsr, "bsc": torch.sparse_bsc,
+}  # fmt: skip
+_MATRICES = {
+    "a matrix": torch.tensor([[1.0, 0, 2, 0], [0, 3, 0, 0], [0, 0, 0, 4], [5, 0, 0, 0]]),
+    "batches": torch.tensor([[[1.0, 0], [0, 2]], [[3, 0], [4, 0]], [[0, 5], [6, 0]]]),
+    "a dense dimension": torch.tensor([[[1.0, 2], [0, 0]], [[3, 4], [5, 6]], [[0, 0], [0, 0]]]),
+    "both": torch.tensor([[[[1.0, 2], [0, 0]], [[0, 0], [3, 4]]], [[[0, 0], [5, 6]], [[7, 8], [0, 0]]]]),
+}
+
+
+def _converted(source: torch.Tensor, kind: str, first: str, second: str) -> Any:
+    """The tensors that it is made of, or what PyTorch says to it."""
+    dense = int(kind in ("a dense dimension", "both"))
+    blocks = {"blocksize": (1, 1) if kind != "a matrix" else (2, 2)}
+    given = {"dense_dim": dense} if dense and first != "coo" else {}
+    try:
+        if first == "coo":
+            between = source.to_sparse(source.dim() - dense)
+        else:
+            between = source.to_sparse(layout=_FORMS[first], **given, **(blocks if first[0] == "b" else {}))
+        made = between.to_sparse(layout=_FORMS[second], **(blocks if second[0] == "b" else {}))
+    except RuntimeError as error:
+        return str(error)
+    if made.layout is torch.sparse_coo:
+        return [made.shape, made._indices(), made._values()]
+    if made.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [made.shape, made.crow_indices(), made.col_indices(), made.values()]
+    return [made.shape, made.ccol_indices(), made.row_indices(), made.values()]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("kind", _MATRICES)
+@pytest.mark.parametrize("values", ["real", "stand-in"])
+def test_every_form_becomes_every_other_as_on_the_host(values: str, kind: str) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"T4,values={values}")
+    source = _MATRICES[kind]
+    for first in _FORMS:
+        for second in _FORMS:
+            expected = _converted(source, kind, first, second)
+            found = _converted(source.cuda(), kind, first, second)
+            if isinstance(expected, str) or isinstance(found, str):
+                assert found == expected, (first, second)
+                continue
+            assert found[0] == expected[0]
+            assert [(part.shape, part.dtype) for part in found[1:]] == [
+                (part.shape, part.dtype) for part in expected[1:]
+            ]
+            if values == "real":
+                assert [part.tolist() for part in found[1:]] == [part.tolist() for part in expected[1:]]

@@ -71,9 +71,9 @@ def _same_places(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
 @_compressed(_aten.zeros_like.default)
 def _zeros(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """Without an element."""
-    source = args[0]
-    block = parts(engine, source).values.shape[source.dim() - 1 :]
-    return made(engine, source.shape, kwargs.get("dtype") or source.dtype, source.layout, 0, device, block)
+    source, old = args[0], parts(engine, args[0])
+    dtype, block = kwargs.get("dtype") or source.dtype, old.block(source.layout)
+    return made(engine, source.shape, dtype, source.layout, 0, device, block, old.batches)
 
 
 @_compressed(_aten._to_copy.default)

@@ -31,6 +31,14 @@ class CompressedParts(NamedTuple):
     def elements(self) -> int:
         return int(self.plain.shape[-1])
 
+    @property
+    def batches(self) -> int:
+        """How many of the tensor's dimensions are of batches; its last ones may be dense, behind rows and columns."""
+        return int(self.compressed.dim()) - 1
+
+    def block(self, layout: torch.layout) -> tuple[int, ...]:
+        return tuple(self.values.shape[self.batches + 1 : self.batches + 3]) if layout in IN_BLOCKS else ()
+
 
 def parts(engine: Engine, tensor: Any) -> CompressedParts:
     found = engine._strided_parts(tensor)
@@ -43,11 +51,24 @@ def is_compressed(tensor: Any) -> bool:
 
 
 def made(
-    engine: Engine, shape: Any, dtype: torch.dtype, layout: torch.layout, count: int, device: int, block: Any = ()
+    engine: Engine,
+    shape: Any,
+    dtype: torch.dtype,
+    layout: torch.layout,
+    count: int,
+    device: int,
+    block: Any = (),
+    batches: int | None = None,
 ) -> Any:
-    """One with memory of its own: `count` elements (blocks) in matrices of this shape, all batches alike."""
-    *batches, rows, columns = shape
+    """One with memory of its own: `count` elements (blocks) in matrices of this shape, all batches alike.
+
+    batches: how many dimensions are theirs; all but the last two where it is not said.
+    """
+    place = len(shape) - 2 if batches is None else batches
+    before, (rows, columns), dense = shape[:place], shape[place : place + 2], shape[place + 2 :]
     by = block or (1, 1)
     lines = rows // by[0] if layout in BY_ROWS else columns // by[1]
-    sizes = ((*batches, lines + 1), torch.int64), ((*batches, count), torch.int64), ((*batches, count, *block), dtype)
+    sizes = (
+        ((*before, lines + 1), torch.int64), ((*before, count), torch.int64), ((*before, count, *block, *dense), dtype)
+    )  # fmt: skip
     return sparse_of([_placed(engine, *size, device) for size in sizes], shape, layout)

@@ -26,6 +26,9 @@ from gpumem_magic.virtual.operators.sparse import join as join_coordinates
 from gpumem_magic.virtual.operators.sparse import parts as coordinates
 
 _INDEX = 8
+_LAYOUTS = {
+    torch.sparse_csr: "SparseCsr", torch.sparse_csc: "SparseCsc", torch.sparse_bsr: "SparseBsr", torch.sparse_bsc: "SparseBsc",
+}  # fmt: skip
 _COMPRESSING = overloads("_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_sparse_bsc")
 _compressed = partial(special, table=COMPRESSED)
 
@@ -188,6 +191,10 @@ def _by_places(engine: Engine, numbers: Any, layout: torch.layout, count: int, d
 def _from_coordinates(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """By rows nothing but where each begins is new; columns are the rows of the transposed matrix, blocks come of either."""
     source, (layout, block) = args[0], _form_of(func, args, kwargs)
+    if source.sparse_dim() != 2:
+        name = func._schema.name.removeprefix("aten::_to_")
+        wanted = f"conversion from Sparse to {_LAYOUTS[layout]} for input tensors with sparse_dim()!=2"
+        raise RuntimeError(f"{'sparse_' if name == 'sparse' else ''}coo_to_{name}: {wanted} is not supported")
     by_rows = layout in BY_ROWS
     summed = source if by_rows else source.transpose(0, 1)
     summed = summed if summed.is_coalesced() else _aten._coalesce.default(summed)
@@ -207,10 +214,13 @@ def _to_other_form(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         return _places_of(engine, source, device)
     if layout is FLIPPED[source.layout]:
         return flipped(engine, source, device)
+    name, its = func._schema.name.removeprefix("aten::_to_"), _LAYOUTS[source.layout]
     if source.layout in IN_BLOCKS:
-        name = func._schema.name.removeprefix("aten::_to_")
-        its = {torch.sparse_bsr: "SparseBsr", torch.sparse_bsc: "SparseBsc"}[source.layout]
+        name = _LAYOUTS[layout].replace("Sparse", "sparse_").lower()
         raise RuntimeError(f"sparse_compressed_to_{name}: expected SparseCsr or SparseCsc layout but got {its}")
+    if parts(engine, source).batches:
+        wanted = f"conversion from {its} to {_LAYOUTS[layout]} for batched inputs"
+        raise RuntimeError(f"sparse_compressed_to_{name}: {wanted} is not supported")
     return _in_blocks(engine, source, layout, block, device)
 
 
@@ -218,11 +228,11 @@ def _in_blocks(engine: Engine, source: Any, layout: torch.layout, block: Any, de
     """The host does this (`_compressed_to_block_compressed_cpu`)."""
     if (source.layout in BY_ROWS) != (layout in BY_ROWS):
         source = flipped(engine, source, device)
-    most = min(parts(engine, source).elements, math.prod(source.shape) // math.prod(block))
+    most = min(parts(engine, source).elements, math.prod(source.shape[:2]) // math.prod(block))
     count = engine.selected("to_sparse", most)
     lines = source.shape[0] // block[0] if layout in BY_ROWS else source.shape[1] // block[1]
     # They come from the host, the values first.
-    elements = _placed(engine, (count, *block), source.dtype, device)
+    elements = _placed(engine, (count, *block, *source.shape[2:]), source.dtype, device)
     compressed = _placed(engine, (lines + 1,), torch.int64, device)
     return sparse_of((compressed, _placed(engine, (count,), torch.int64, device), elements), source.shape, layout)
 
@@ -231,29 +241,29 @@ def _places_of(engine: Engine, source: Any, device: int) -> Any:
     """`sparse_compressed_to_sparse`: a list of places, and the values as they are. Of blocks, where each begins, to which what
     lies in it is added."""
     old = parts(engine, source)
-    batches = source.shape[:-2]
-    count = math.prod(batches) * old.elements
-    listed = (source.dim(), count)
+    batches, block = old.batches, old.block(source.layout)
+    count = math.prod(source.shape[:batches]) * old.elements
+    listed = (batches + 2, count)
     if source.layout not in IN_BLOCKS:
         indices = _placed(engine, listed, torch.int64, device)
-        return join_coordinates(indices, old.values.flatten(0, len(batches)), source.shape, source.layout in BY_ROWS)
-    inside = math.prod(old.values.shape[-2:])
+        return join_coordinates(indices, old.values.flatten(0, batches), source.shape, source.layout in BY_ROWS)
+    inside = math.prod(block)
     with engine.scratch(device, math.prod(listed) * _INDEX, listed[0] * inside * _INDEX, first_out=True):
-        with engine.scratch(device, sum(old.values.shape[-2:]) // 2 * _INDEX, 2 * inside * _INDEX, first_out=True):
+        with engine.scratch(device, sum(block) // 2 * _INDEX, 2 * inside * _INDEX, first_out=True):
             pass
         with engine.scratch(device, listed[0] * _INDEX, math.prod(listed) * _INDEX):
             indices = _placed(engine, (listed[0], count * inside), torch.int64, device)
-    return join_coordinates(indices, old.values.flatten(), source.shape, False)
+    return join_coordinates(indices, old.values.flatten(0, batches + 2), source.shape, False)
 
 
 def flipped(engine: Engine, source: Any, device: int) -> Any:
     """Columns in place of rows, and the other way round (`sparse_compressed_to_flipped`): every element gets its place's number,
     and these are sorted."""
     old = parts(engine, source)
-    layout, block = FLIPPED[source.layout], tuple(old.values.shape[source.dim() - 1 :])
-    *batches, rows, columns = source.shape
-    if batches:
-        return made(engine, source.shape, source.dtype, layout, old.elements, device, block)
+    layout, block = FLIPPED[source.layout], old.block(source.layout)
+    rows, columns = source.shape[old.batches : old.batches + 2]
+    if old.batches:
+        return made(engine, source.shape, source.dtype, layout, old.elements, device, block, old.batches)
     by = block or (1, 1)
     lines = (columns // by[1]) if source.layout in BY_ROWS else (rows // by[0])
     index, count = old.compressed.dtype, old.elements
