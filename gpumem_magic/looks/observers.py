@@ -14,8 +14,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from types import FunctionType
+from typing import Any
 
 from gpumem_magic.looks.expressions import arguments, called, dotted
+from gpumem_magic.looks.objects import entries_of_class, is_a, is_exactly, mro, name_of_class
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _PLACES = (ast.Attribute, ast.Subscript)
@@ -31,7 +33,7 @@ def give_back_unchanged(name: str, position: int) -> bool:
     if any(name in getattr(module, "__dict__", ()) for module in list(sys.modules.values())):
         # A function, of which nobody knows what else it sets.
         return False
-    owners = [one for one in _subclasses(object) if name in vars(one)]
+    owners = [one for one in _subclasses(object) if name in entries_of_class(one)]
     return bool(owners) and all(_Listener(one, name).leaves(position) for one in owners)
 
 
@@ -39,22 +41,29 @@ def give_back_unchanged(name: str, position: int) -> bool:
 def is_nowhere_another(name: str, lines: frozenset[int]) -> bool:
     """Whether a method that a file defines at these lines is the same in all subclasses that are alive. False where no class has
     it."""
-    owners = {one for one in _subclasses(object) if _is_written_at(vars(one).get(name), lines)}
+    # (By their addresses: a class may have a ``__hash__`` and an ``__eq__`` of its metaclass's.)
+    owners = {id(one) for one in _subclasses(object) if _is_written_at(entries_of_class(one).get(name), lines)}
     return bool(owners) and not any(
-        name in vars(one) and not owners.isdisjoint(one.__mro__) for one in _subclasses(object) if one not in owners
+        name in entries_of_class(one) and not owners.isdisjoint(map(id, mro(one)))
+        for one in _subclasses(object)
+        if id(one) not in owners
     )
 
 
 @lru_cache(maxsize=64)
 def are_tuples(name: str) -> bool:
     """Whether all classes of this name that are alive are tuples, as named ones are."""
-    owners = [one for one in _subclasses(object) if one.__name__ == name]
-    return bool(owners) and all(tuple in one.__mro__ for one in owners)
+    owners = [one for one in _subclasses(object) if name_of_class(one) == name]
+    return bool(owners) and all(any(base is tuple for base in mro(one)) for one in owners)
 
 
 def _is_written_at(method: object, lines: frozenset[int]) -> bool:
-    function = method.fget if isinstance(method, property) else getattr(method, "__func__", method)
-    return isinstance(function, FunctionType) and function.__code__.co_firstlineno in lines
+    function: Any = method
+    if is_exactly(method, (property,)):
+        function = function.fget
+    elif is_exactly(method, (staticmethod, classmethod)):
+        function = function.__func__
+    return is_exactly(function, (FunctionType,)) and function.__code__.co_firstlineno in lines
 
 
 def forget() -> bool:
@@ -67,13 +76,13 @@ def forget() -> bool:
 
 
 def _subclasses(of: type) -> Iterator[type]:
-    seen: set[type] = set()
+    seen: set[int] = set()
     left = [of]
     one: type
     while left:
         for one in type.__subclasses__(left.pop()):
-            if one not in seen:
-                seen.add(one)
+            if id(one) not in seen:
+                seen.add(id(one))
                 left.append(one)
                 yield one
 
@@ -87,7 +96,7 @@ class _Listener:
         self._functions = _functions_of(owner)
 
     def leaves(self, position: int) -> bool:
-        method, own = vars(self._owner)[self._name], self._functions.get(self._name)
+        method, own = entries_of_class(self._owner)[self._name], self._functions.get(self._name)
         if own is None or not isinstance(method, FunctionType) or method.__code__.co_name != self._name:
             return False
         parameters = [one.arg for one in (*own.args.posonlyargs, *own.args.args)][1:]
@@ -167,12 +176,12 @@ class _Listener:
 
 def _functions_of(owner: type) -> dict[str, _Function]:
     """The source of its own methods; empty where that is not to be had."""
-    code = next((one.__code__ for one in vars(owner).values() if isinstance(one, FunctionType)), None)
+    code = next((one.__code__ for one in entries_of_class(owner).values() if is_a(one, FunctionType)), None)
     if code is None:
         return {}
     line = code.co_firstlineno
     for node in _classes_in("".join(linecache.getlines(code.co_filename))):
-        if node.name == owner.__name__ and node.lineno <= line <= (node.end_lineno or line):
+        if node.name == name_of_class(owner) and node.lineno <= line <= (node.end_lineno or line):
             return {one.name: one for one in node.body if isinstance(one, _Function)}
     return {}
 
