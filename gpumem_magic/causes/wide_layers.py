@@ -14,6 +14,7 @@ from gpumem_magic.units import human, shape_words
 _NEARLY_ALL, _SHARE = 75, 3
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MATRIX = 2
+_WITH_IT = {"gradients": "gradient", "optimizer_state": "states"}
 
 
 def one_weight(scene: Scene) -> Iterator[Cause]:
@@ -33,7 +34,9 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
         return
     if _SHARE * size_of(there) < scene.report.peak.allocated:
         return
-    beside = f", and {human(size_of(there))} with its gradient and states" if len(there) > 1 else ""
+    kinds = {scene.labels[one.index].category for one in there}
+    with_it = [words for category, words in _WITH_IT.items() if category in kinds]
+    beside = f", and {human(size_of(there))} with its {' and '.join(with_it)}" if with_it else ""
     yield Cause(
         "one_weight",
         f"One weight is {100 * largest.size // size_of(its)} % of {quoted(model)}: {quoted(largest.place)}, "
