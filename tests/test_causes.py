@@ -972,6 +972,8 @@ INNOCENT = [
     Case("", (DATA, "some = X[order[:180000]]\ntotal = some.sum()")),
     # some rows at a time, and no graph
     Case("", (JACOBIAN, f"with torch.no_grad():\n    {ROWS.format(chunks=', chunk_size=64')}")),
+    # one weight is nearly all of a model, and no image is flattened for it
+    Case("", ("x = torch.randn(8, 4096, device='cuda')", "wide = nn.Linear(4096, 4096).cuda()\nout = wide(x)")),
     # what is read once more
     Case("", ("images = mib(400)", "x = (y := images * 2) / 255\ny.sum()")),
     # its name, and what another object holds

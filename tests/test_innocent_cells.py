@@ -55,7 +55,6 @@ DESCRIBING = frozenset(
         "jacobian_rows",
         "in_place",
         "copied_rows",
-        "one_weight",
         "jacobian_of_a_batch",
         "unused_models",
         "retained_gradients",

@@ -1,8 +1,9 @@
-"""One weight that is nearly all of a model, as that of a linear layer behind a flattened image."""
+"""One weight that is nearly all of a model: that of a linear layer behind a flattened image."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import module_of, quoted
@@ -14,6 +15,8 @@ from gpumem_magic.units import human, shape_words
 _NEARLY_ALL, _SHARE = 75, 3
 _LINEAR = "torch.nn.modules.linear.Linear"
 _MATRIX = 2
+# A batch, its channels, rows and columns.
+_IMAGES = 4
 _WITH_IT = {"gradients": "gradient", "optimizer_state": "states"}
 
 
@@ -32,7 +35,7 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
     alone = sum(one.requested == largest.requested for one in weights) == 1
     if not alone or 100 * largest.size < _NEARLY_ALL * size_of(its) or width < out or len(its) == 1:
         return
-    if _SHARE * size_of(there) < scene.report.peak.allocated:
+    if _SHARE * size_of(there) < scene.report.peak.allocated or not _is_a_flattened_image(scene, width):
         return
     kinds = {scene.labels[one.index].category for one in there}
     with_it = [words for category, words in _WITH_IT.items() if category in kinds]
@@ -45,6 +48,12 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
         size_of(there),
         describes=True,
     )
+
+
+def _is_a_flattened_image(scene: Scene, width: int) -> bool:
+    """Whether an image, or a layer's channels of one, has so many numbers."""
+    shapes = (birth.shape for _, birth in scene.births)
+    return any(shape is not None and len(shape) >= _IMAGES and prod(shape[1:]) == width for shape in shapes)
 
 
 def _is_linear(one: Held) -> bool:
