@@ -129,8 +129,22 @@ def reader_of_a_view(scene: Scene, alike: Alike) -> str:
         shapes = [shape for shape, _ in birth.inputs]
         if event > alike.event and any(prod(shape) == size for shape in shapes):
             takes = alike.shape in shapes and goes_by_numbers(birth.kernel)
-            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event)) if takes else ""
+            return of_birth(scene, event, birth) if takes else ""
     return ""
+
+
+def taken_in_by(scene: Scene, alike: Alike, is_one: Callable[[str], object]) -> str:
+    """The first operator of such a kernel after it, but for a backward's, that takes in one of its shape; "" where none does."""
+    for event, birth in scene.births:
+        taken = event > alike.event and not birth.node and is_one(birth.kernel)
+        if taken and any(shape == alike.shape for shape, _ in birth.inputs):
+            return of_birth(scene, event, birth)
+    return ""
+
+
+def of_birth(scene: Scene, event: int, birth: Birth) -> str:
+    """As `made_by`, of one allocation's birth."""
+    return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
 
 
 def goes_by_numbers(kernel: str) -> bool:

@@ -256,7 +256,8 @@ def _graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
         by_part = Counter[str]()
         for one in spot.held:
             by_part[base(one)] += one.size
-        within = max(within, sum(2 * size >= max(by_part.values()) for size in by_part.values()))
+        largest = max(by_part.values())
+        within = max(within, sum(2 * size >= largest for size in by_part.values()))
     forwards = within if spans else parts
     # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
     steps = len(iterations) - (len(turns) > 1 and len(iterations) == len(turns) + 1)

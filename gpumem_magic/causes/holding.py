@@ -101,7 +101,6 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
 
 def collected_late(scene: Scene) -> Iterator[Cause]:
     """Objects of earlier iterations that hold a method of their own, at the peak: Python's garbage collector came by later."""
-    events = scene.recording.logs[scene.device].events
     now = scene.turn_of(scene.moment - 1)
     if scene.tensors is None or now is None:
         return
@@ -120,7 +119,7 @@ def collected_late(scene: Scene) -> Iterator[Cause]:
         statement = next((one for one in late if made.search(one) and len(turns[one]) > 1), "")
         size = size_of(late[statement]) if statement else 0
         first, last = (min(ends), max(ends)) if (ends := [one.freed or 0 for one in late[statement]]) else (0, 0)
-        if size < scene.part_of_peak(10) or any(events[number].action == "alloc" for number in range(first, last)):
+        if size < scene.part_of_peak(10) or scene.allocates_between(first, last):
             continue
         yield Cause(
             "collected_late",

@@ -66,9 +66,7 @@ def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:
 
 def _goes_with_it(scene: Scene, given: Allocation, result: Allocation) -> bool:
     """Whether nothing was made between the result and the end of what it is made of."""
-    events = scene.recording.logs[scene.device].events
-    end = given.freed
-    return end is not None and all(events[number].action != "alloc" for number in range(result.born + 1, end))
+    return given.freed is not None and not scene.allocates_between(result.born + 1, given.freed)
 
 
 def _in_place(birth: Birth) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from gpumem_magic.causes.alike import Alike, made_by, size_words
+from gpumem_magic.causes.alike import Alike, made_by, of_birth, size_words
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
@@ -32,7 +32,7 @@ def rows_at_once(scene: Scene) -> Iterator[Cause]:
     size = size_of(made)
     if size < scene.part_of_peak(3):
         return
-    what = made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
+    what = of_birth(scene, event, birth)
     some = rows // _PARTS
     words = birth.place.text if birth.place is not None else ""
     in_parts = ""

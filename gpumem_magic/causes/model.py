@@ -143,6 +143,10 @@ class Scene:
         """The position of the peak."""
         return self.timeline.peak(0, self.end)[1]
 
+    def allocates_between(self, begin: int, end: int) -> bool:
+        events = self.recording.logs[self.device].events
+        return any(events[number].action == "alloc" for number in range(begin, end))
+
     @cached_property
     def births(self) -> list[tuple[int, Birth]]:
         """How allocations came to be, by the events, in order."""

@@ -15,8 +15,10 @@ from gpumem_magic.causes.alike import (
     bytes_of,
     made_by,
     made_of_it,
+    of_birth,
     reader_of_a_view,
     size_words,
+    taken_in_by,
 )
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
@@ -29,9 +31,9 @@ from gpumem_magic.units import human, shape_words
 
 # A result is so many times larger than all that it was made of.
 _TIMES = 4
-# These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
 # What these tell of is made on the way to something else.
 _ON_THE_WAY = frozenset({"grown_result", "all_pairs"})
+# These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
 _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
@@ -326,7 +328,7 @@ def _multiplied(scene: Scene, alike: Alike) -> str:
     for event, birth in scene.births:
         taken = event >= alike.event and birth.kernel in ("mm", "addmm") and not birth.node
         if taken and any(shape == rows for shape, _ in birth.inputs):
-            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
+            return of_birth(scene, event, birth)
     return ""
 
 
@@ -351,7 +353,7 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         # (`torch.linalg.svd` makes all of U unless it is told not to.)
         few = (*alike.shape[:-1], min(birth.inputs[0][0][-2:]))
         remedy = f"`full_matrices=False` makes {shape_words(few)} of it."
-    elif birth.kernel == "diag_embed" and (multiplied := _product_with(scene, alike)):
+    elif birth.kernel == "diag_embed" and (multiplied := taken_in_by(scene, alike, PRODUCTS.__contains__)):
         highest, _ = scene.highest_without(_born_there(scene, alike))
         remedy = (
             f"{multiplied} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
@@ -374,15 +376,6 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         alike.bytes,
         describes=True,
     )
-
-
-def _product_with(scene: Scene, alike: Alike) -> str:
-    """The first product of matrices that takes it in; "" where none does."""
-    for event, birth in scene.births:
-        taken = event > alike.event and birth.kernel in PRODUCTS and not birth.node
-        if taken and any(shape == alike.shape for shape, _ in birth.inputs):
-            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
-    return ""
 
 
 def _born_there(scene: Scene, alike: Alike) -> list[Allocation]:

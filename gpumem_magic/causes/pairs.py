@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from gpumem_magic.causes.alike import Alike, made_by, size_words, squeezed
+from gpumem_magic.causes.alike import Alike, made_by, size_words, squeezed, taken_in_by
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.recording.model import BACKWARD
@@ -26,7 +26,7 @@ _SHARE = 3
 # A product of two weights has so many times the length that they share in both directions.
 _LOW = 4
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
-# Of ATen/native/BatchLinearAlgebra.cpp and its neighbours.
+# Decompositions and solvers, of ATen/native/BatchLinearAlgebra.cpp and its neighbours.
 _FACTORS = re.compile(r"cholesky|^_?linalg_(?:eigh?|svd|lu|ldl|qr|inv|solve|slogdet|det)|geqrf|^inverse|logdet|lstsq")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
@@ -196,7 +196,7 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         )
     rows = _rows_at_a_time(scene, alike)
     remedy = f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its `topk`, its sum)."
-    if factored := _factored(scene, alike):
+    if factored := taken_in_by(scene, alike, _FACTORS.search):
         remedy = (
             f"{factored} needs all of it at once: fewer rows (some of the points, chosen or drawn) make it smaller."
         )
@@ -206,15 +206,6 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         remedy,
         alike.bytes,
     )
-
-
-def _factored(scene: Scene, alike: Alike) -> str:
-    """The decomposition, or the solver, that takes such a matrix in; "" where none does."""
-    for event, birth in scene.births:
-        taken = event > alike.event and not birth.node and _FACTORS.search(birth.kernel)
-        if taken and any(shape == alike.shape for shape, _ in birth.inputs):
-            return made_by(scene, Alike(birth.shape or (), 1, 0, birth, event))
-    return ""
 
 
 def _rank_of_weights(scene: Scene, birth: Birth) -> int:

@@ -64,6 +64,11 @@ _TRACER = torch._C._dispatch_key_parse("Tracer")
 _NOTHING = nullcontext()
 
 
+def is_tracing() -> bool:
+    """Whether TorchScript writes down what this thread calls."""
+    return _tracing() is not None
+
+
 def untraced() -> AbstractContextManager[None]:
     """Inside, a trace of TorchScript rests. While it runs, a size that is asked for is a tensor, to be written down."""
     tracing = _tracing()

@@ -93,7 +93,6 @@ from gpumem_magic.virtual.engine.modes import (
     OperatorMode,
     answer_device,
     cuda,
-    is_tracing,
     made_plainly,
     pushed,
     unseen,
@@ -440,7 +439,7 @@ class Engine:
             refuse_device(device, self.device_count)
         if get_eval_frame_callback() is not None:
             return self._unseen(func, args, kwargs, device)
-        if is_tracing():
+        if tensors.is_tracing():
             if func in TRACED:
                 return TRACED[func](self, func, args, kwargs, device)
             with tensors.untraced():

@@ -98,9 +98,13 @@ def _converted(known: HowMany, args: Any, kwargs: Any) -> int | None:
 
 @_for("logical_not bitwise_not")
 def _inverted(known: HowMany, args: Any, kwargs: Any) -> int | None:
-    flags = args[0].dtype == torch.bool
-    bound = known.at_most(args[0]) if flags else None
-    return type(bound)(args[0].numel() - bound) if isinstance(bound, Exactly) else None
+    return _the_others(known, args[0]) if args[0].dtype == torch.bool else None
+
+
+def _the_others(known: HowMany, tensor: Any) -> int | None:
+    """How many of its elements are zero."""
+    bound = known.at_most(tensor)
+    return type(bound)(tensor.numel() - bound) if isinstance(bound, Exactly) else None
 
 
 @_for("bitwise_or bitwise_or_ logical_or logical_or_ bitwise_xor logical_xor __or__ __ior__ add add_ maximum")
@@ -141,10 +145,9 @@ def _compared(of_numbers: Callable[[Any], bool]) -> Rule:
     return rule
 
 
-_above = _compared(lambda number: number == 0)
 _at = _compared(lambda number: number > 0)
-_for("gt")(_above)
 _for("ge")(_at)
+_for("gt")(_compared(lambda number: number == 0))
 
 
 @_for("ne")
@@ -158,8 +161,7 @@ def _unlike(known: HowMany, args: Any, kwargs: Any) -> int | None:
 def _like(known: HowMany, args: Any, kwargs: Any) -> int | None:
     if not isinstance(args[1], (int, float)) or args[1] != 0:
         return _at(known, args, kwargs)
-    bound = known.at_most(args[0])
-    return type(bound)(args[0].numel() - bound) if isinstance(bound, Exactly) else None
+    return _the_others(known, args[0])
 
 
 @_for("gather", begins=True)

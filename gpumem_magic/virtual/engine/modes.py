@@ -23,7 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpumem_magic.looks.tensors import no_dispatch, no_functions
+from gpumem_magic.looks.tensors import is_tracing, no_dispatch, no_functions
 from gpumem_magic.private import aten
 from gpumem_magic.tracebacks import cut_below_operator
 
@@ -36,7 +36,6 @@ DEVICE_QUERY = torch.ops.prim.device.default
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 _DETACH = aten.detach.default
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
-_tracing = torch._C._get_tracing_state
 _autocast, _transforms = torch._C._is_any_autocast_enabled, torch._C._are_functorch_transforms_active
 # As it is without what the compiler's traces add to it (`compiler.tracing`), which each operator would pass.
 _plain_dispatch = FakeTensorMode.dispatch
@@ -336,11 +335,6 @@ def unseen() -> Any:
 def undisturbed() -> bool:
     """Whether neither modes nor autocast nor transforms of this thread would see an operator on plain tensors."""
     return not (_len_torch_dispatch_stack() or _autocast() or _transforms())
-
-
-def is_tracing() -> bool:
-    """Whether TorchScript writes down what this thread calls."""
-    return _tracing() is not None
 
 
 def seen_by_others() -> bool:

@@ -103,11 +103,9 @@ def _product_of_places(engine: Engine, func: Any, left: Any, right: Any, device:
     """By coordinates, into a result without rows that grows (`mul_out_sparse_csr`)."""
     index, lines = parts(engine, left).compressed.element_size(), parts(engine, left).compressed.numel()
     if not left.layout is right.layout is torch.sparse_csr:
-        count = engine.selected(
-            "product of sparse tensors", min(parts(engine, left).elements, parts(engine, right).elements)
-        )
-        block = parts(engine, left).values.shape[left.dim() - 1 :]
-        return made(engine, left.shape, left.dtype, left.layout, count, device, block)
+        old = parts(engine, left)
+        count = engine.selected("product of sparse tensors", min(old.elements, parts(engine, right).elements))
+        return made(engine, left.shape, left.dtype, left.layout, count, device, old.block(left.layout), old.batches)
     grown = _placed(engine, (1,), torch.int64, device)
     with pushed(engine.mode):
         factors = [_aten._to_sparse.default(one) for one in (left, right)]

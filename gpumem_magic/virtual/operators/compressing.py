@@ -33,9 +33,15 @@ _COMPRESSING = overloads("_to_sparse_csr _to_sparse_csc _to_sparse_bsr _to_spars
 _compressed = partial(special, table=COMPRESSED)
 
 
+def _asked(func: Any) -> str:
+    """``sparse_csr`` of ``aten::_to_sparse_csr``."""
+    name: str = func._schema.name
+    return name.removeprefix("aten::_to_")
+
+
 def _form_of(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The layout that is asked for, and the size of a block where it has some."""
-    name = func._schema.name.removeprefix("aten::_to_")
+    name = _asked(func)
     layout = kwargs.get("layout") or (torch.sparse_coo if name == "sparse" else getattr(torch, name))
     return layout, tuple(kwargs.get("blocksize") or (args[1] if layout in IN_BLOCKS and len(args) > 1 else ()))
 
@@ -192,7 +198,7 @@ def _from_coordinates(engine: Engine, func: Any, args: Any, kwargs: Any, device:
     """By rows nothing but where each begins is new; columns are the rows of the transposed matrix, blocks come of either."""
     source, (layout, block) = args[0], _form_of(func, args, kwargs)
     if source.sparse_dim() != 2:
-        name = func._schema.name.removeprefix("aten::_to_")
+        name = _asked(func)
         wanted = f"conversion from Sparse to {_LAYOUTS[layout]} for input tensors with sparse_dim()!=2"
         raise RuntimeError(f"{'sparse_' if name == 'sparse' else ''}coo_to_{name}: {wanted} is not supported")
     by_rows = layout in BY_ROWS
@@ -214,13 +220,13 @@ def _to_other_form(engine: Engine, func: Any, args: Any, kwargs: Any, device: in
         return _places_of(engine, source, device)
     if layout is FLIPPED[source.layout]:
         return flipped(engine, source, device)
-    name, its = func._schema.name.removeprefix("aten::_to_"), _LAYOUTS[source.layout]
+    its, wanted = _LAYOUTS[source.layout], _LAYOUTS[layout]
     if source.layout in IN_BLOCKS:
-        name = _LAYOUTS[layout].replace("Sparse", "sparse_").lower()
+        name = wanted.replace("Sparse", "sparse_").lower()
         raise RuntimeError(f"sparse_compressed_to_{name}: expected SparseCsr or SparseCsc layout but got {its}")
     if parts(engine, source).batches:
-        wanted = f"conversion from {its} to {_LAYOUTS[layout]} for batched inputs"
-        raise RuntimeError(f"sparse_compressed_to_{name}: {wanted} is not supported")
+        refused = f"conversion from {its} to {wanted} for batched inputs is not supported"
+        raise RuntimeError(f"sparse_compressed_to_{_asked(func)}: {refused}")
     return _in_blocks(engine, source, layout, block, device)
 
 

@@ -15,7 +15,7 @@ import torch.utils._device
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from gpumem_magic.looks.tensors import SPARSE_PARTS, untraced
+from gpumem_magic.looks.tensors import SPARSE_PARTS, is_tracing, untraced
 from gpumem_magic.patching import Patches, behind_relays, warnings_remembered
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
@@ -29,7 +29,6 @@ from gpumem_magic.virtual.engine.modes import (
     cuda,
     has_others,
     is_ours,
-    is_tracing,
     made_plainly,
     numbered,
     origin,

@@ -21,9 +21,10 @@ import torch
 import torch.jit
 import torch.library
 
+from gpumem_magic.looks.tensors import is_tracing
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.modes import META, STATE, cuda, is_ours, is_tracing, pushed
+from gpumem_magic.virtual.engine.modes import META, STATE, cuda, is_ours, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _NAMESPACE = "gpumem_magic_script"
@@ -41,21 +42,17 @@ _SCHEMAS = {
     "is_meta": "(Tensor self) -> bool",
     "get_device": "(Tensor self) -> int",
 }
-_ASKED = {
+# By the kind of a node, which of ours takes its place whatever it is given. (The casts are what the interpreter puts before
+# operators in a block of autocast's, ``torch/csrc/jit/passes/autocast.cpp``.)
+_IN_PLACE_OF = {
     "prim::device": "device",
     "prim::is_cuda": "is_cuda",
     "prim::is_cpu": "is_cpu",
     "prim::is_meta": "is_meta",
     "aten::get_device": "get_device",
-}
-# What the interpreter puts before operators in a block of autocast's (``torch/csrc/jit/passes/autocast.cpp``).
-_CASTS = {"aten::_autocast_to_reduced_precision": "reduced", "aten::_autocast_to_full_precision": "full"}
-# What each overload hands on, by the names of its arguments; what it lacks is the default of `torch.Tensor.to`.
-_MOVES = {
-    "to": ("self", "device", "dtype", "non_blocking", "copy", "memory_format"),
-    "to_other": ("self", "other", "non_blocking", "copy", "memory_format"),
-    "reduced": ("self", "cuda_enabled", "cpu_enabled", "cuda_dtype", "cpu_dtype"),
-    "full": ("self", "cuda_enabled", "cpu_enabled"),
+    "aten::type_as": "to_other",
+    "aten::_autocast_to_reduced_precision": "reduced",
+    "aten::_autocast_to_full_precision": "full",
 }
 _FLAGS = ("non_blocking", "copy", "requires_grad")
 _MADE_OF_NUMBERS = ("aten::tensor", "aten::as_tensor")
@@ -151,10 +148,11 @@ def _given(callee: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
     None where they are not what it takes, which it says in words of its own.
     """
     of_method = isinstance(callee, torch._C.ScriptMethod)
-    open_ones = callee.schema.arguments[of_method:][len(args) :]
+    expected = callee.schema.arguments[of_method:]
+    open_ones = expected[len(args) :]
     defaults = {one.name: one.default_value for one in open_ones if one.has_default_value()}
     named = {**defaults, **kwargs}
-    if len(args) > len(callee.schema.arguments) - of_method or {one.name for one in open_ones} != {*named}:
+    if len(args) > len(expected) or {one.name for one in open_ones} != {*named}:
         return None
     return [*((callee.owner,) if of_method else ()), *args, *(named[one.name] for one in open_ones)]
 
@@ -252,28 +250,23 @@ _SUBGRAPH = "Subgraph"
 
 
 def _names_a_card(node: Any) -> bool:
-    if node.kind() != "prim::Constant":
-        return bool(node.kind() == "aten::cuda")
-    value = node.output().toIValue()
-    return isinstance(value, VirtualTensor) or (
-        isinstance(value, torch.device) and (value.type == "cuda" or is_ours(value))
-    )
+    value = _constant(node)
+    named = isinstance(value, torch.device) and (value.type == "cuda" or is_ours(value))
+    return named or isinstance(value, VirtualTensor) or bool(node.kind() == "aten::cuda")
 
 
-def _is_device_constant(node: Any) -> bool:
-    return node.kind() == "prim::Constant" and str(node.output().type()) == "Device"
+def _constant(node: Any) -> Any:
+    return node.output().toIValue() if node.kind() == "prim::Constant" else None
 
 
 def _substitute(node: Any) -> str | None:
     """By which of our operators a node is to be replaced."""
     kind = node.kind()
-    if kind in _ASKED or kind in _CASTS:
-        return _ASKED.get(kind) or _CASTS[kind]
+    if kind in _IN_PLACE_OF:
+        return _IN_PLACE_OF[kind]
     if kind in ("aten::cuda", "aten::to"):
         names = _argument_names(node)
         return "to_other" if "other" in names else "to" if kind == "aten::cuda" or "device" in names else None
-    if kind == "aten::type_as":
-        return "to_other"
     return "put" if kind in _MADE_OF_NUMBERS and not _is_none(_arguments(node).get("device")) else None
 
 
@@ -283,8 +276,10 @@ def _is_none(value: Any) -> bool:
 
 def _argument_names(node: Any) -> list[str]:
     schema = node.schema()
-    if schema == "(no schema)":
-        return []
+    return [] if schema == "(no schema)" else _names_in(schema)
+
+
+def _names_in(schema: str) -> list[str]:
     return [argument.name for argument in torch._C.parse_schema(schema).arguments]
 
 
@@ -309,10 +304,11 @@ def _rewrite(graph: Any) -> None:
 
 
 def _put_in_its_place(graph: Any, node: Any, name: str) -> None:
+    """(What an overload lacks is the default of `torch.Tensor.to`.)"""
     given = _arguments(node)
     if node.kind() == "aten::cuda":
         given["device"] = graph.insertConstant(torch.device("cuda"))
-    wanted = [_given_or_default(graph, given, argument) for argument in _MOVES.get(name, ("self",))]
+    wanted = [_given_or_default(graph, given, argument) for argument in _names_in(name + _SCHEMAS[name])]
     made = _create(graph, node, name, wanted)
     node.output().replaceAllUsesWith(made.output())
     node.destroy()
@@ -434,5 +430,6 @@ def _naming_devices(original: Callable[..., Any], place: int) -> Callable[..., A
 
 def _name_devices(graph: Any) -> None:
     for node in _nodes(graph):
-        if _is_device_constant(node) and is_ours(device := node.output().toIValue()):
-            node.s_("value", str(cuda(device.index)))
+        value = _constant(node)
+        if isinstance(value, torch.device) and is_ours(value):
+            node.s_("value", str(cuda(value.index)))
