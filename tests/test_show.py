@@ -128,6 +128,31 @@ def test_python_frames_come_first_and_the_library_is_folded(tmp_path: Path) -> N
     }
 
 
+def test_the_answer_says_where_in_the_program_the_peak_was(tmp_path: Path) -> None:
+    data = one_device()
+    view = views_of(read(saved(tmp_path, data)))[0]
+    number = view.peak[1] - 1
+    at_peak = next(one for one in data["device_traces"][0][number:] if one["action"] == "alloc")
+    said = []
+    for frames in (
+        [
+            {"filename": "??", "name": "at::_ops::bmm::call(at::Tensor const&)", "line": 0},
+            {"filename": "/home/me/model.py", "name": "forward", "line": 30},
+        ],
+        [{"filename": "??", "name": "torch::autograd::generated::BmmBackward0::apply(x&&)", "line": 0}],
+        [],
+    ):
+        at_peak["frames"] = frames
+        answer_of_file = " ".join(answer(report_of(read(saved(tmp_path, data)))).split())
+        said.append(answer_of_file[answer_of_file.index("Peak at ") :])
+    event_words = f"Peak at event {number:,} of {view.end:,}"
+    assert said == [
+        f"{event_words} (model.py:30 forward, in bmm).",
+        f"{event_words} (BmmBackward0, in backward).",
+        f"{event_words}.",
+    ]
+
+
 def test_another_moment(show: Any, tmp_path: Path) -> None:
     path = saved(tmp_path, one_device())
     view = views_of(read(path))[0]

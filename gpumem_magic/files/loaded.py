@@ -12,11 +12,12 @@ from dataclasses import replace
 
 from gpumem_magic.allocator.settings import settings_from_dict
 from gpumem_magic.allocator.verdict import last_failure, needed_from_driver
+from gpumem_magic.attribution.places import place_in_program
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.causes.from_files import explained
 from gpumem_magic.devices.base import DeviceFacts, DeviceLog
 from gpumem_magic.files.extra import saved_labels, saved_start
-from gpumem_magic.files.failing import elsewhere, place_of
+from gpumem_magic.files.failing import elsewhere
 from gpumem_magic.files.ranges import named_ranges
 from gpumem_magic.recording.model import Checkpoint, Failure, Moment, Recording, Span
 from gpumem_magic.recording.quiet import no_automatic_collection
@@ -252,7 +253,7 @@ def _error(
         rounded=rounded,
         segment=needed_from_driver(rounded, settings),
         device=device,
-        place=place_of(events[index].frames),
+        place=place_in_program(events[index].frames),
         elsewhere=elsewhere(loaded, device, index),
     )
 

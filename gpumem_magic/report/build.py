@@ -14,6 +14,7 @@ from gpumem_magic.allocator.seed import seed_of
 from gpumem_magic.allocator.verdict import Facts, verdict_of
 from gpumem_magic.attribution.categories import labels_to_carry
 from gpumem_magic.attribution.ledger import Balance, Outside
+from gpumem_magic.attribution.places import place_in_program
 from gpumem_magic.attribution.sites import folded
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
@@ -228,7 +229,8 @@ class _Builder:
 
     def _where(self, drafts: list[RowDraft], position: int) -> str:
         if not self.recording.was_watched:
-            return event_in_words(position, len(self.timeline))
+            program = place_in_program(self.log.events[position - 1].frames) if position else ""
+            return event_in_words(position, len(self.timeline)) + (f" ({program})" if program else "")
         for draft in drafts:
             if draft.interval.start_position <= position <= draft.interval.end_position and (
                 draft.point.kind == "before" or draft.interval.start_position < position
