@@ -72,6 +72,7 @@ def test_an_error_of_another_kind_is_told_before_memory_and_small_memory_not_at_
     ("raised", "said"),
     [
         ("KeyError('images')", "KeyError at line 3: 'images'. Memory did not run out. "),
+        ("RuntimeError('on cuda:0 and cpu!')", "RuntimeError at line 3: on cuda:0 and cpu! Memory did not run out. "),
         ("RuntimeError('`a` is\\n\\tnot `b`.')", "RuntimeError at line 3: 'a' is not 'b'. Memory did not run out. "),
         ("ValueError()", "ValueError at line 3. Memory did not run out. "),
         ("ValueError('word ' * 100)", f"ValueError at line 3: {'word ' * 27}… Memory did not run out. "),

@@ -350,6 +350,21 @@ GUILTY = [
         ),
         "`model.3`, with the operations after it, 256 MiB of 257 MiB. Most of that is its input",
     ),
+    # What functions make of its output is not its input.
+    Case(
+        "dominating_layer",
+        (
+            "class Net(nn.Module):\n"
+            "    def __init__(self):\n"
+            "        super().__init__()\n"
+            "        self.conv, self.fc, self.out = nn.Conv2d(1, 64, 3, padding=1), nn.Linear(64, 16), nn.Linear(16, 16)\n"
+            "    def forward(self, x):\n"
+            "        return self.out(self.fc(F.max_pool2d(F.relu(self.conv(x)), 64).flatten(1)))",
+            "import torch.nn.functional as F\nmodel = Net().cuda()\nx = torch.randn(64, 1, 64, 64, device='cuda')",
+            "model(x).sum().backward()",
+        ),
+        "a block with that layer and these operations",
+    ),
     # What it makes itself it need not keep.
     Case(
         "dominating_layer",

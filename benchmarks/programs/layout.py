@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
+from IPython.core.inputtransformer2 import TransformerManager
+
 _LARGEST = 16 << 20  # larger files are no sources
+_FOR_IPYTHON = re.compile(r"^(\s*)(?:[\w, ]+ = )?get_ipython\(\)\.(?:run_line_magic|system|getoutput)\(.*")
 
 
 class Missing(Exception):
@@ -72,8 +76,6 @@ def script_of(notebook: str) -> str:
 
 
 def _plain(cell: str) -> str:
-    lines = []
-    for line in cell.splitlines():
-        indent = line[: len(line) - len(line.lstrip())]
-        lines.append(f"{indent}pass" if line.lstrip().startswith(("%", "!")) else line)
-    return "\n".join(lines)
+    """Lines for IPython or a shell do nothing; what begins with ``%`` within an expression is none."""
+    lines = TransformerManager().transform_cell(cell).splitlines()
+    return "\n".join(_FOR_IPYTHON.sub(r"\1pass", line) for line in lines)

@@ -138,7 +138,9 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
     layer, most = max(((name, by_layer[name]) for name in named), key=lambda pair: pair[1])
     if 2 * most < total or _are_frozen(scene, named):
         return
+    inputs = {one.address for one in scene.saved if one.given}
     own = sum(one.size for one, name, _ in saved if name == layer and _is_made_in(scene, one, layer))
+    its_input = sum(one.size for one, name, _ in saved if name == layer and one.address in inputs)
     yield Cause(
         "dominating_layer",
         f"One layer keeps most of the activations for backward: `{_as_program_has(scene, layer)}`, with the operations after it, "
@@ -147,7 +149,10 @@ def dominating_layer(scene: Scene) -> Iterator[Cause]:
         if 2 * own >= most
         # What a checkpoint is given it keeps.
         else "Most of that is its input: a smaller one saves the most, or activation checkpointing (`torch.utils.checkpoint`) of "
-        "a block that begins before it and ends behind it.",
+        "a block that begins before it and ends behind it."
+        if 2 * its_input >= most
+        else "Activation checkpointing (`torch.utils.checkpoint`) of a block with that layer and these operations, or a smaller "
+        "input to it, saves the most.",
         most,
     )
 

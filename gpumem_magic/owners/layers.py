@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from gpumem_magic.owners.naming import Namer
@@ -41,6 +41,17 @@ class NearestParameter(Generic[_Parameter]):
             found = self._known[node]
         self._known.update(dict.fromkeys(passed, found))
         return found
+
+    def is_used_by(self, node: int, keeping: Collection[int]) -> bool:
+        """Whether an operation uses a parameter itself. keeping: nodes that keep tensors, none of which only turns a weight."""
+        for one in self._following.get(node, ()):
+            for _ in range(_MOST_BETWEEN):
+                if one in self._parameters:
+                    return True
+                if one in keeping or len(self._following.get(one, ())) != 1:
+                    break
+                one = self._following[one][0]
+        return False
 
     def _end(self, node: int) -> int:
         """Behind the nodes with one input."""

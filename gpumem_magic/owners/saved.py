@@ -33,7 +33,8 @@ class Saved:
     operations: those that keep it (``bmm``, ``softmax``). shape, dtype: the tensor's. parameter: where the parameter lies whose
     layer it belongs to: the first operation's own, or that of the layer whose output it works on; None where there is none.
     part: of a sum of alike parts, the number of the one that keeps it; -1 where the graph is none. leaves: what the gradients of
-    each operation that keeps it go on to.
+    each operation that keeps it go on to. given: whether the first operation works with that parameter itself, as a layer does
+    with its input.
     """
 
     device: int
@@ -44,6 +45,7 @@ class Saved:
     parameter: Place | None
     part: int = -1
     leaves: tuple[Leaves, ...] = ()
+    given: bool = False
 
 
 def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
@@ -55,6 +57,8 @@ def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
         parameters = _parameters(nodes, locate)
         following = {number: list(map(id, autograd.next_nodes(node))) for number, node in nodes.items()}
         nearest = NearestParameter(following, parameters)
+        saved = {number: [value for _, value in autograd.saved_by(node)] for number, node in nodes.items()}
+        keeping = {number for number, values in saved.items() if any(map(tensors.is_tensor, values))}
         own = set(parameters.values())
         places = tuple(own)
         order = {place: number for number, place in enumerate(places)}
@@ -63,7 +67,7 @@ def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
         parts = equal_parts([id(one) for one in tops if one is not None], following, names, parameters)
         part_of = {number: part for part, its in enumerate(parts) for number in its} if len(parts) > 1 else {}
         for number, node in nodes.items():
-            for _, value in autograd.saved_by(node):
+            for value in saved[number]:
                 if not tensors.is_tensor(value) or tensors.is_parameter(value):
                     continue
                 place = located(locate, value)
@@ -86,6 +90,7 @@ def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
                     nearest.of(number),
                     part_of.get(number, -1),
                     (Leaves(places, behind[number]),),
+                    nearest.is_used_by(number, keeping),
                 )
     return list(found.values())
 

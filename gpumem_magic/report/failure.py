@@ -74,7 +74,8 @@ def named_error(error: ReportError) -> str:
     """An error's kind, place and own words, cut where they are long."""
     said = "" if error.type in _ENDS else " ".join(error.message.replace("`", "'").split())
     whole = f"{error.type}{error.at}{': ' if said else ''}{said.rstrip('.')}"
-    return f"{whole}." if len(said) <= _WORDS else textwrap.shorten(whole, _WORDS, placeholder=" …")
+    end = "" if whole.endswith(("!", "?")) else "."
+    return f"{whole}{end}" if len(said) <= _WORDS else textwrap.shorten(whole, _WORDS, placeholder=" …")
 
 
 def failed_requests(recording: Recording, device: int) -> list[tuple[Checkpoint, int, int]]:
