@@ -365,6 +365,19 @@ GUILTY = [
         ),
         "a block with that layer and these operations",
     ),
+    # Of a variable of a function.
+    Case(
+        "dominating_layer",
+        (
+            "def train(x):\n"
+            "    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32768), nn.ReLU(), nn.Linear(32768, 16)).cuda()\n"
+            "    model(x).sum().backward()\n"
+            "    yield",
+            "x = torch.randn(2048, 64, device='cuda')\nsteps = train(x)",
+            "next(steps)",
+        ),
+        "for backward: `model.3`, with",
+    ),
     # What it makes itself it need not keep.
     Case(
         "dominating_layer",

@@ -10,7 +10,7 @@ from math import prod
 from gpumem_magic.causes.alike import bytes_of
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.owners.model import size_of
+from gpumem_magic.owners.model import OF_FUNCTION, size_of
 from gpumem_magic.recording.model import KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -165,7 +165,10 @@ def _is_made_in(scene: Scene, one: Allocation, layer: str) -> bool:
 
 def _as_program_has(scene: Scene, layer: str) -> str:
     """``tr.net.3`` for a layer ``3``, where one variable leads to it."""
-    held = [one.place.rpartition(".")[0] for one in scene.held if one.kind == "parameter"]
+    named = [one.place for one in scene.held if one.kind == "parameter"]
+    # (A function's own is ``local `net.3.weight` of train()``.)
+    named = [place if (own := OF_FUNCTION.fullmatch(place)) is None else own["variable"] for place in named]
+    held = [place.rpartition(".")[0] for place in named]
     places = {place for place in held if place == layer or place.endswith(f".{layer}")}
     return places.pop() if len(places) == 1 else layer
 
