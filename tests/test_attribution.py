@@ -615,3 +615,23 @@ def test_what_a_loss_keeps_of_its_shares_is_no_input() -> None:
         (8 * MIB, 16 * MIB),
         (8 * MIB, 8 * MIB),
     ]
+
+
+def test_what_a_module_makes_of_its_tensors_are_parameters_though_no_look_saw_it() -> None:
+    """Of a function's own model, which is gone when the function ends. What a program calls `_apply` itself is something else."""
+    tape = Tape(FakeDevice(kind="cuda"))
+    for file in ("/x/torch/nn/modules/module.py", "/x/model.py"):
+        tape.device.allocator.stacks = lambda file=file: (Frame(file, "_apply", 1), Frame("/x/model.py", "load", 7))
+        tape.device.free(tape.device.alloc(7 * MIB))
+    _, labels = labelled(tape.finish())
+    assert labels == [Label("parameters", "stack"), Label("temporaries", "lifetime")]
+    with notebook("H100,torch=2.11") as book:
+        book.cell(
+            "def load():\n"
+            "    layers = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024)).to('cuda')\n"
+            "    return torch.randn(1024, 1024, device='cuda').mul(2).sum()"
+        )
+        report = book.measured("load()")
+    # (How the small biases came to be is not kept.)
+    assert report.peak.categories["parameters"] == 2 * 4 * MIB
+    assert report.peak.categories["temporaries"] == 2 * (4 * MIB + 4096)

@@ -18,6 +18,7 @@ from gpumem_magic.attribution.owners import Roles, lives_at, owners, tenants
 from gpumem_magic.attribution.phase_map import Phase, PhaseMap, phases_on
 from gpumem_magic.attribution.scratch import scratch_of_kernels
 from gpumem_magic.devices.base import Birth, DeviceLog, Label
+from gpumem_magic.looks.code import MOVES
 from gpumem_magic.recording.model import (
     BACKWARD,
     FORWARD,
@@ -301,6 +302,12 @@ def _told(case: _Case) -> Label | None:
     return case.told
 
 
+def _moved(case: _Case) -> Label | None:
+    """What a module's `.to()` or its like made, where no look saw the module: it was a function's own, and is gone. (A buffer of
+    its may be among it.)"""
+    return Label("parameters", "stack") if MOVES in case.sharing else None
+
+
 def _cache(case: _Case) -> Label | None:
     """Asked for by a cache's own code, and kept for the next token."""
     place = None if case.birth is None else case.birth.place
@@ -392,6 +399,7 @@ _RULES = (
     _workspace,
     _told,
     _shared,
+    _moved,
     _cache,
     _carried,
     _beside_weights,

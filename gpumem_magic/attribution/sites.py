@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from functools import lru_cache
 
-from gpumem_magic.looks.code import is_compiler_file, is_library_file, is_sharing_file
+from gpumem_magic.looks.code import MOVES, is_compiler_file, is_library_file, is_module_file, is_sharing_file
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.units import counted
@@ -196,8 +196,12 @@ def of_sharing(functions: Sequence[str]) -> tuple[str, str | None] | None:
 
 
 def sharing(frames: Sequence[Frame]) -> tuple[str, ...]:
-    """The functions of PyTorch's in a stack that share memory among ranks, the innermost first."""
-    return tuple(frame.name for frame in frames if is_sharing_file(frame.filename))
+    """The functions of PyTorch's in a stack that share memory among ranks or move a module, the innermost first."""
+    return tuple(
+        one.name
+        for one in frames
+        if is_sharing_file(one.filename) or (one.name == MOVES and is_module_file(one.filename))
+    )
 
 
 def is_of_a_cache(filename: str, function: str) -> bool:

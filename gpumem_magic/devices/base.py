@@ -85,8 +85,8 @@ class Birth(NamedTuple):
     """How an allocation came to be. operator: by the name that users know; kernel: by PyTorch's own; both "" where unknown.
     shape: None for what a kernel works with. inputs: (shape, type) of its tensors, `MOST_INPUTS` at most; 1 for a dimension that
     is only expanded. node: of autograd's graph, where a backward made it; place is then that of the forward, as far as that is
-    known. sharing: the functions of PyTorch's that share parameters among ranks, or pass on between stages of a pipeline, which
-    asked for it, the innermost first."""
+    known. sharing: the functions of PyTorch's that share parameters among ranks, pass on between stages of a pipeline, or move a
+    module's tensors, which asked for it, the innermost first."""
 
     operator: str
     kernel: str

@@ -25,6 +25,10 @@ _GENERATED = re.compile(r"[/\\]torchinductor_[^/\\]+[/\\]")
 _SHARING_FILE = re.compile(
     r"(?:^|[/\\])torch[/\\](?:distributed[/\\](?:(?:fsdp|pipelining)[/\\]|utils\.py$)|nn[/\\]parallel[/\\]distributed\.py$)"
 )
+# A module's methods that make its tensors anew, and what they all go by.
+_MODULE_FILE = re.compile(r"(?:^|[/\\])torch[/\\]nn[/\\]modules[/\\]module\.py$")
+MOVES = "_apply"
+_MOVING = frozenset((MOVES, "to", "cuda", "to_empty", "half", "bfloat16", "float", "double", "type"))
 # What of PyTorch's runs the code that its compiler generated.
 _COMPILER_FILE = re.compile(r"(?:^|[/\\])torch[/\\]_inductor[/\\]")
 _LONGEST = 100
@@ -59,6 +63,16 @@ def is_library_file(filename: str) -> bool:
 def is_sharing_file(filename: str) -> bool:
     """Whether it is PyTorch's code that shares memory among ranks."""
     return _SHARING_FILE.search(filename) is not None
+
+
+def is_module_file(filename: str) -> bool:
+    """Whether it is PyTorch's `torch.nn.Module`."""
+    return _MODULE_FILE.search(filename) is not None
+
+
+def moves(function: str) -> bool:
+    """Whether a function of that file makes a module's tensors anew: elsewhere, or in another type."""
+    return function in _MOVING
 
 
 def is_compiler_file(filename: str) -> bool:

@@ -19,13 +19,16 @@ from torch._C import _current_autograd_node, _len_torch_function_stack
 from gpumem_magic.devices.base import MOST_INPUTS, Birth, CodePlace
 from gpumem_magic.looks.code import (
     LIBRARY,
+    MOVES,
     OWN,
     PASSED_OVER,
     TORCH,
     expression_at,
     is_compiler_file,
+    is_module_file,
     is_sharing_file,
     line_at,
+    moves,
     whose,
 )
 from gpumem_magic.looks.tensors import no_dispatch, no_functions, size
@@ -37,7 +40,7 @@ from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
 _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
 _ENGINE = "_engine_run_backward"
-_FUNCTION, _GRAPH, _SHARING, _COMPILER = "function", "graph", "sharing", "compiler"
+_FUNCTION, _GRAPH, _SHARING, _COMPILER, _MODULE = "function", "graph", "sharing", "compiler", "module"
 _MOST_SHARING = 4
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
@@ -54,7 +57,7 @@ _OPERATOR, _ALLOCATING, _FACTORY = 3, 5, 3
 @dataclass(frozen=True, eq=False, slots=True)
 class _Path:
     """Where the program is, the function of PyTorch's that it called, whether it is autograd's engine that runs, and the
-    functions that share memory among ranks (see `Birth`). One object for all alike."""
+    functions that share memory among ranks or move a module (see `Birth`). One object for all alike."""
 
     place: CodePlace | None
     function: str
@@ -83,6 +86,8 @@ class _FrameKinds(dict[str, str]):
                 kind = _SHARING
             elif is_compiler_file(filename):
                 kind = _COMPILER
+            elif is_module_file(filename):
+                kind = _MODULE
         found = self[filename] = "" if kind is PASSED_OVER else kind
         return found
 
@@ -168,6 +173,8 @@ class Births:
                             break
                     elif kind is _SHARING and len(sharing) < _MOST_SHARING:
                         sharing = (*sharing, code.co_name)
+                    elif kind is _MODULE and moves(code.co_name) and MOVES not in sharing:
+                        sharing = (*sharing, MOVES)
             frame = frame.f_back
         key = _key(inner), _key(frame), function, in_engine, sharing
         way = self._ways.get(key)
