@@ -33,6 +33,23 @@ def tokens_first(*shape: int, dtype: torch.dtype = HALF) -> Any:
     return torch.zeros(batch, tokens, heads, size, dtype=dtype, device="cuda", requires_grad=True).transpose(1, 2)
 
 
+# ---- without samples a fused kernel runs, and without tokens none
+
+
+@pytest.mark.parametrize(("dtype", "asked"), [(torch.float16, [16, 8]), (torch.float32, [])])
+def test_an_empty_batch_takes_flash_in_half_precision_and_the_efficient_kernel_else(
+    dtype: torch.dtype, asked: list[int]
+) -> None:
+    # `check_nonzero_sequence_lengths_dense` in sdp_utils_cpp.h asks for queries and keys only. Flash makes its seeds.
+    query = heads_first(0, 4, 64, 64, dtype=dtype)
+    assert made(lambda: F.scaled_dot_product_attention(query, query, query)) == asked
+
+
+def test_no_queries_take_the_math_path() -> None:
+    query, key = heads_first(2, 4, 0, 64), heads_first(2, 4, 5, 64)
+    assert F.scaled_dot_product_attention(query, key, key).shape == (2, 4, 0, 64)
+
+
 # ---- gradients want plain tensors, token by token
 
 # Of 2 x 4 heads, 100 tokens and 64 elements in half precision.

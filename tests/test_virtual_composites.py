@@ -91,17 +91,37 @@ def test_a_norm_by_squares_keeps_one_number_for_each_row(machine: gpu.VirtualMac
     assert norm.weight.grad is not None
 
 
+# Of an input of 100 x 64 numbers in half precision: that in float32, its squares, their means, the factors and the product.
+BYTES = 100 * 64 * 2
+NORMED = [2 * BYTES, 2 * BYTES, 100 * 4, 100 * 4, 2 * BYTES]
+
+
 @pytest.mark.parametrize("surrounding", [torch.no_grad, torch.inference_mode, torch.enable_grad])
-def test_before_2_9_a_norm_by_squares_is_several_operators(surrounding: Callable[[], Any]) -> None:
-    gpu.turn_on("A100-40GB,torch=2.8")
+@pytest.mark.parametrize(
+    ("torch_version", "weights", "steps", "result"),
+    [
+        # That in bfloat16, and times the weight, whose type decides: seen in the CUDA build of 2.6.
+        ("2.6", torch.bfloat16, [BYTES, BYTES], torch.bfloat16),
+        ("2.6", torch.float32, [BYTES, 2 * BYTES], torch.float32),
+        # Times the weight, and in bfloat16 (``layer_norm.cpp`` since pull request 147203).
+        ("2.8", torch.bfloat16, [2 * BYTES, BYTES], torch.bfloat16),
+        ("2.8", torch.float32, [2 * BYTES, BYTES], torch.bfloat16),
+        # Where the weight has another type there is no kernel.
+        ("2.11", torch.float32, [2 * BYTES, BYTES], torch.bfloat16),
+    ],
+)
+def test_a_norm_by_squares_is_several_operators_before_2_9_and_for_two_types(
+    torch_version: str, weights: torch.dtype, steps: list[int], result: torch.dtype, surrounding: Callable[[], Any]
+) -> None:
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
     try:
         x = torch.zeros(100, 64, dtype=torch.bfloat16, device="cuda")
-        weight = torch.zeros(64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-        size = 100 * 64 * 2
+        weight = torch.zeros(64, dtype=weights, device="cuda", requires_grad=True)
         with surrounding():
-            # The input in float32, its squares, their means, the factors, the product, that in bfloat16, and times the weight.
-            steps = [2 * size, 2 * size, 100 * 4, 100 * 4, 2 * size, size, size]
-            assert made(lambda: F.rms_norm(x, (64,), weight)) == steps
+            assert made(lambda: F.rms_norm(x, (64,), weight)) == NORMED + steps
+            assert F.rms_norm(x, (64,), weight).dtype == result
+            with pytest.raises(RuntimeError, match="normalized_shape"):
+                F.rms_norm(x, (32,), weight)
     finally:
         gpu.turn_off()
 

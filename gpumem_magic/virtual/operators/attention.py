@@ -88,12 +88,13 @@ def fitting(
     """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn"."""
     capability = gpu.capability
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
-    not_empty = 0 not in (*query.shape, *key.shape, *value.shape)
+    # (`check_nonzero_sequence_lengths_dense` in ``sdp_utils_cpp.h``: without samples or heads the fused kernels run.)
+    not_empty = same_kind and query.shape[-2] and key.shape[-2]
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     # (`check_last_dim_stride_equals_1_dense` in ``sdp_utils_cpp.h``; a permuted bias of T5's is not so.)
     dense = dense and (mask is None or mask.stride(-1) == 1)
     fits = {MATH} if torch.backends.cuda.math_sdp_enabled() else set()
-    if same_kind and not_empty and dense:
+    if not_empty and dense:
         batches = query.shape[0] == key.shape[0] == value.shape[0]
         heads = query.shape[1] == key.shape[1] == value.shape[1]
         same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
@@ -378,7 +379,7 @@ def _partial_results(engine: Engine, device: int, query: Any, key: Any) -> tuple
 
 def parts_of_keys(rows: int, processors: int, blocks: int) -> int:
     """How many parts fill the card best (`num_splits_heuristic`): the fewest that are nearly as good as the best."""
-    if rows >= _FULL_ENOUGH * processors:
+    if not rows or rows >= _FULL_ENOUGH * processors:
         return 1
     filled = {}
     for parts in range(1, min(_MOST_PARTS, processors, blocks) + 1):

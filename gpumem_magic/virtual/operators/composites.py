@@ -127,8 +127,14 @@ class _RmsNorm(torch.autograd.Function):
 call_node(_RmsNorm, "FusedRmsNormBackward0")
 
 
-def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: Any) -> tuple[Any, Any]:
-    """As `rms_norm_symint` in ``layer_norm.cpp`` does it before 2.9."""
+# Since when the weight is multiplied before the result has its type again (``layer_norm.cpp``, pull request 147203).
+_WEIGHED_WIDE_FROM = (2, 7)
+
+
+def _by_smaller_operators(
+    input: Any, normalized_shape: Any, weight: Any, eps: Any, version: tuple[int, int] = _WEIGHED_WIDE_FROM
+) -> tuple[Any, Any]:
+    """As `rms_norm_symint` in ``layer_norm.cpp`` does it before 2.9, and later where the weight has another type."""
     dims = list(range(-len(normalized_shape), 0))
     wide = input.float() if input.dtype in HALF else input
     squares = wide.pow(2)
@@ -137,8 +143,15 @@ def _by_smaller_operators(input: Any, normalized_shape: Any, weight: Any, eps: A
     # (In this order.)
     del means
     del squares
-    out = (wide * rstd).to(input.dtype)
-    return out if weight is None else out * weight, rstd
+    out = wide * rstd
+    if version < _WEIGHED_WIDE_FROM:
+        out = out.to(input.dtype)
+    if weight is not None:
+        out = out * weight
+    if version < _WEIGHED_WIDE_FROM:
+        return out, rstd
+    del wide
+    return out.to(input.dtype), rstd
 
 
 # Since when `rms_norm` is one kernel.
@@ -151,8 +164,20 @@ def rms_norm(input: torch.Tensor, normalized_shape: Any, weight: torch.Tensor | 
     if torch._C._are_functorch_transforms_active() or not isinstance(input, VirtualTensor):
         return _by_smaller_operators(input, normalized_shape, weight, eps)
     if version_of(input) < _ONE_KERNEL_FROM:
-        return _by_smaller_operators(input, normalized_shape, weight, eps)
+        return _by_smaller_operators(input, normalized_shape, weight, eps, version_of(input))
     return _RmsNorm.apply(input, normalized_shape, weight, eps)  # type: ignore[no-untyped-call]
+
+
+def rms_norm_of_two_types(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """C++ takes the smaller operators itself where the weight has another type, as its own version does: before 2.7 the result
+    has the wider type."""
+    by_type = weight is not None and weight.dtype != input.dtype and isinstance(input, VirtualTensor)
+    # (What does not fit C++ refuses.)
+    by_type = by_type and list(input.shape[-len(normalized_shape) :]) == list(weight.shape) == list(normalized_shape)
+    if by_type and version_of(input) < _ONE_KERNEL_FROM and not torch._C._are_functorch_transforms_active():
+        return _by_smaller_operators(input, normalized_shape, weight, eps, version_of(input))[0]
+    usual = torch._C.DispatchKey.CompositeImplicitAutograd
+    return _aten.rms_norm.default._op_dk(usual, input, normalized_shape, weight, eps)
 
 
 def _one_kernel(kernel: Any, grad_output: torch.Tensor, self: torch.Tensor) -> torch.Tensor:
@@ -481,6 +506,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 if hasattr(torch.ops.aten, "_fused_rms_norm_backward"):
     _KERNELS[_aten._fused_rms_norm.default] = rms_norm
+    _WAYS[_aten.rms_norm.default] = rms_norm_of_two_types
 
 
 def install(patches: Patches) -> None:
@@ -518,7 +544,9 @@ def _without_autograd(engine: Engine, func: Any, args: Any, kwargs: Any, device:
 @special(*_KERNELS)
 def _whole(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     is_norm = _KERNELS[func] is rms_norm
-    if is_norm and engine.memory.torch_version(device) < _ONE_KERNEL_FROM:
+    version = engine.memory.torch_version(device)
+    if is_norm and version < _ONE_KERNEL_FROM:
         with pushed(engine.mode):
-            return _by_smaller_operators(*args, **kwargs)
+            input, normalized_shape, weight, eps = args
+            return _by_smaller_operators(input, normalized_shape, weight, eps, version)
     return laid_out(engine, func, args, kwargs, device, (0,) if is_norm else ())
