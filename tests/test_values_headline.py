@@ -853,6 +853,21 @@ def test_steps_that_a_scaler_may_skip_are_said_behind_the_answer() -> None:
     assert re.match(r"`test_values_headline\.py:\d+`", place)
 
 
+def test_no_loop_ends_by_the_seed_that_a_loader_draws(tmp_path: Path) -> None:
+    code = """
+        from torch.utils.data import DataLoader, TensorDataset
+
+        net = torch.nn.Linear(4, 4, device="cuda")
+        with torch.device("cuda"):
+            loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=8)
+            for number, (batch,) in enumerate(loader):
+                net(batch).sum().backward()
+                if number % 500 == 499: break
+    """
+    assert "loop" not in run(tmp_path, code)
+    assert "A loop may have ended" in run(tmp_path, f"{code.rstrip()}\n                if x.sum() > 3: break")
+
+
 def test_a_wait_that_never_ends_is_said_once(tmp_path: Path) -> None:
     gpu.turn_on("T4,values=auto")
     code = textwrap.dedent("""

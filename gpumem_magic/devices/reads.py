@@ -11,6 +11,7 @@ from itertools import islice
 from types import CodeType, FrameType
 
 import torch
+from torch.utils.data import dataloader
 
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, only_waits, waits
@@ -26,6 +27,8 @@ _HANDED_ON = {"__torch_function__": "func", "called": "self"}
 # What calls a function of the program's as often as what that gives asks for.
 _SOLVERS = ("scipy.integrate", "scipy.optimize")
 _SCALED_STEP = torch.amp.GradScaler.step.__code__
+# Draws the seed of its workers, on the default device.
+_SEEDING = dataloader._BaseDataLoaderIter.__init__.__code__
 # A module that has moved is no value.
 _MOVING = frozenset({torch.nn.Module.cpu.__code__, torch.nn.Module.to.__code__})
 _Line = tuple[str, int]
@@ -37,8 +40,8 @@ class Reads:
     returned: how often what it had copied to the host went to a device again, as it was.
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
-    `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), or an error came of
-    it that was caught ("caught").
+    `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), the seed that a
+    DataLoader draws for its workers ("seeding"), or an error came of it that was caught ("caught").
     solved: the lines that read in a function which a solver called: it goes on, or not, by what that gave.
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
@@ -158,7 +161,7 @@ def _text_of(error: BaseException) -> str:
 def _reader(line: _Line) -> tuple[FrameType | None, str]:
     """The frame of the line, and who reads in its stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it
     traced, a function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are,
-    `GradScaler.step` ("stepping"), or a module that moves to the host ("moved"); else "".
+    `GradScaler.step` ("stepping"), a module that moves to the host ("moved"), or a DataLoader ("seeding"); else "".
     """
     frame: FrameType | None = sys._getframe(2)
     reader = ""
@@ -172,6 +175,8 @@ def _reader(line: _Line) -> tuple[FrameType | None, str]:
             reader = "stepping"
         if not reader and frame.f_code in _MOVING:
             reader = "moved"
+        if not reader and frame.f_code is _SEEDING:
+            reader = "seeding"
         frame = frame.f_back
     return frame, reader
 

@@ -116,14 +116,14 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared, scripted, stepping, moved = (
+    caught, whole, sized, listed, compared, scripted, stepping, moved, seeding = (
         marks[read[0], read[1], mark]
-        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping", "moved")
+        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping", "moved", "seeding")
     )
     if caught:
         return "except"
-    if compared == count:
-        # Nothing but whether an error comes.
+    if count in (compared, seeding):
+        # Nothing but whether an error comes, or what workers draw.
         return ""
     if read in reads.solved:
         return "loop"
