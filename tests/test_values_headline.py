@@ -853,6 +853,23 @@ def test_steps_that_a_scaler_may_skip_are_said_behind_the_answer() -> None:
     assert re.match(r"`test_values_headline\.py:\d+`", place)
 
 
+@pytest.mark.parametrize(("library", "said"), [("wandb.plots", False), ("waves.plots", True)])
+def test_what_a_library_writes_down_decides_nothing(tmp_path: Path, library: str, said: bool) -> None:
+    code = f"""
+        import types
+
+        {library.partition(".")[0]} = types.ModuleType({library!r})
+        exec(compile(logging, logged_in, "exec"), vars({library.partition(".")[0]}))
+        {library.partition(".")[0]}.add(x)
+    """
+    place = tmp_path / "plots.py"
+    place.write_text(
+        "def add(x):\n    n = int(x.sum().item())\n    return [0] * n, range(n), np_slice[:n]\nnp_slice = [1, 2]\n"
+    )
+    answer = run(tmp_path, code, logging=place.read_text("utf-8"), logged_in=str(place))
+    assert ("A size may be another" in answer or "selection" in answer) is said
+
+
 def test_no_loop_ends_by_the_seed_that_a_loader_draws(tmp_path: Path) -> None:
     code = """
         from torch.utils.data import DataLoader, TensorDataset
@@ -1292,7 +1309,13 @@ class NoGenes(torch.nn.Module):
     """Takes sizes."""
 
 
-@pytest.mark.parametrize(("made", "said"), [("Genes", False), ("NoGenes", True), ("NobodysGenes", True)])
-def test_a_tuple_with_a_name_takes_no_sizes(tmp_path: Path, made: str, said: bool) -> None:
+# Alive as pandas' tables are, which the tests do not have.
+GeneTable = type("GeneTable", (), {"__module__": "pandas.core.frame"})
+
+
+@pytest.mark.parametrize(
+    ("made", "said"), [("Genes", False), ("NoGenes", True), ("NobodysGenes", True), ("GeneTable", False)]
+)
+def test_a_tuple_with_a_name_and_a_table_take_no_sizes(tmp_path: Path, made: str, said: bool) -> None:
     file, line = read_in(tmp_path, f"best = x.argmax()\nfound = [best]\nmade = {made}(found)\n")
     assert makes_a_size(file, line) is said

@@ -27,6 +27,21 @@ _HANDED_ON = {"__torch_function__": "func", "called": "self"}
 # What calls a function of the program's as often as what that gives asks for.
 _SOLVERS = ("scipy.integrate", "scipy.optimize")
 _SCALED_STEP = torch.amp.GradScaler.step.__code__
+# They write down what they are given, and the program goes on as before.
+_LOGGERS = frozenset(
+    (
+        "tensorboardX",
+        "tensorboard_logger",
+        "wandb",
+        "mlflow",
+        "comet_ml",
+        "neptune",
+        "aim",
+        "clearml",
+        "swanlab",
+        "visdom",
+    )
+)
 # Draws the seed of its workers, on the default device.
 _SEEDING = dataloader._BaseDataLoaderIter.__init__.__code__
 # A module that has moved is no value.
@@ -41,7 +56,8 @@ class Reads:
     marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
     `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), the seed that a
-    DataLoader draws for its workers ("seeding"), or an error came of it that was caught ("caught").
+    DataLoader draws for its workers ("seeding"), read by a library that writes it down ("logged"), or an error came of it that
+    was caught ("caught").
     solved: the lines that read in a function which a solver called: it goes on, or not, by what that gave.
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
@@ -161,7 +177,8 @@ def _text_of(error: BaseException) -> str:
 def _reader(line: _Line) -> tuple[FrameType | None, str]:
     """The frame of the line, and who reads in its stead: `torch.testing` ("compared"), as `torch.jit.trace` has it check what it
     traced, a function or module in TorchScript ("scripted"), whose calls are handed on as other functions' are,
-    `GradScaler.step` ("stepping"), a module that moves to the host ("moved"), or a DataLoader ("seeding"); else "".
+    `GradScaler.step` ("stepping"), a module that moves to the host ("moved"), a DataLoader ("seeding"), or a library that only
+    writes it down ("logged"), to which the line may belong; else "".
     """
     frame: FrameType | None = sys._getframe(2)
     reader = ""
@@ -178,6 +195,8 @@ def _reader(line: _Line) -> tuple[FrameType | None, str]:
         if not reader and frame.f_code is _SEEDING:
             reader = "seeding"
         frame = frame.f_back
+    if not reader and frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LOGGERS:
+        reader = "logged"
     return frame, reader
 
 

@@ -243,7 +243,7 @@ class _Reached:
             for test in one.tests
             if test.decides == decides
             and not (test.unless and all(map(_is_as_written, test.unless)))
-            and not (test.made and observers.are_tuples(test.made))
+            and not (test.made and observers.only_hold(test.made))
         )
 
     def goes_by(self, decides: str) -> bool:

@@ -143,7 +143,7 @@ class Test(NamedTuple):
     in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
     (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
     is an ``if`` that does nothing but show lines. unless: it decides that only where one of these methods is another in a
-    subclass. made: the class that is made with it, as far as it has a name (a tuple takes no sizes).
+    subclass. made: the class that is made with it, as far as it has a name (a tuple and a table take no sizes).
     """
 
     source: Uses

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from gpumem_magic.looks.expressions import arguments, called, dotted
-from gpumem_magic.looks.objects import entries_of_class, is_a, is_exactly, mro, name_of_class
+from gpumem_magic.looks.objects import entries_of_class, is_a, is_exactly, module_of_class, mro, name_of_class
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _PLACES = (ast.Attribute, ast.Subscript)
@@ -51,10 +51,15 @@ def is_nowhere_another(name: str, lines: frozenset[int]) -> bool:
 
 
 @lru_cache(maxsize=64)
-def are_tuples(name: str) -> bool:
-    """Whether all classes of this name that are alive are tuples, as named ones are."""
+def only_hold(name: str) -> bool:
+    """Whether all classes of this name that are alive hold what they are given, and make no tensors of a size: tuples, as named
+    ones are, and tables of pandas."""
     owners = [one for one in _subclasses(object) if name_of_class(one) == name]
-    return bool(owners) and all(any(base is tuple for base in mro(one)) for one in owners)
+    return bool(owners) and all(_holds(one) for one in owners)
+
+
+def _holds(owner: type) -> bool:
+    return module_of_class(owner).partition(".")[0] == "pandas" or any(base is tuple for base in mro(owner))
 
 
 def _is_written_at(method: object, lines: frozenset[int]) -> bool:
@@ -68,7 +73,7 @@ def _is_written_at(method: object, lines: frozenset[int]) -> bool:
 
 def forget() -> bool:
     """Whether there was anything to forget."""
-    asked = (give_back_unchanged, is_nowhere_another, are_tuples)
+    asked = (give_back_unchanged, is_nowhere_another, only_hold)
     known = any(one.cache_info().currsize for one in asked)
     for one in asked:
         one.cache_clear()

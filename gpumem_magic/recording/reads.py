@@ -116,14 +116,25 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared, scripted, stepping, moved, seeding = (
+    caught, whole, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
         marks[read[0], read[1], mark]
-        for mark in ("caught", "whole", "sized", "list", "compared", "scripted", "stepping", "moved", "seeding")
+        for mark in (
+            "caught",
+            "whole",
+            "sized",
+            "list",
+            "compared",
+            "scripted",
+            "stepping",
+            "moved",
+            "seeding",
+            "logged",
+        )
     )
     if caught:
         return "except"
-    if count in (compared, seeding):
-        # Nothing but whether an error comes, or what workers draw.
+    if count in (compared, seeding, logged):
+        # Nothing but whether an error comes, what workers draw, or what is written down.
         return ""
     if read in reads.solved:
         return "loop"
