@@ -27,7 +27,8 @@ exclude_patterns = ["build", "notebooks/.ipynb_checkpoints"]
 templates_path: list[str] = []
 html_theme = "furo"
 html_title = "gpumem_magic"
-html_static_path = [str(HERE.parent / "build" / "gallery")]
+html_static_path = [str(HERE.parent / "build" / "gallery"), "static"]
+html_css_files = ["rows.css"]
 html_copy_source = False
 # Nothing comes from elsewhere: no fonts, no scripts, no counters.
 html_theme_options = {"top_of_page_buttons": []}

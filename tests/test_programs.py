@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import dataclasses
 import importlib
 import json
 import re
@@ -192,6 +193,27 @@ def test_a_notebook_is_run_cell_by_cell_without_what_is_ipythons(modules: dict[s
     found: dict[str, object] = {}
     exec(modules["layout"].script_of(json.dumps({"cells": cells})), found)
     assert (found["x"], found["y"], found["said"]) == (1, 1, "\n100 %\n")
+
+
+def test_an_outcome_is_a_row_of_the_kept_results(modules: dict[str, Any]) -> None:
+    main = modules["main"]
+    made = main.Outcome("someone/nets", "train.py", "vision", "works", seconds=3.4, host_bytes=300 << 20, peak=16 << 20)
+    compared = {"real_peak": 16 << 20, "real": "works", "same_output": True, "way": "same", "day": "2026-11-30"}
+    row = main.row_of(dataclasses.replace(made, **compared))
+    with main.RESULTS.open(encoding="utf-8", newline="") as lines:
+        assert list(row) == next(csv.reader(lines))
+    told = ["works", "stand-in", "3", "300", "16.0", "same", "yes", "same", "2026-11-30"]
+    assert list(row.values()) == ["someone/nets", "train.py", "vision", *told]
+    # Nothing at all, in both ways, is the same; one that was stopped worked until then; what failed has no values.
+    nothing = dataclasses.replace(made, peak=0, real_peak=0, ended=False)
+    assert [main.row_of(nothing)[key] for key in ("result", "beside real", "prints")] == ["time was up", "same", ""]
+    other = dataclasses.replace(made, verdict="wrong", real_peak=8 << 20, same_output=False)
+    assert [main.row_of(other)[key] for key in ("result", "values", "beside real", "prints")] == [
+        "wrong",
+        "",
+        "+100.00%",
+        "no",
+    ]
 
 
 def test_the_pages_say_what_the_table_beside_an_h100_has() -> None:

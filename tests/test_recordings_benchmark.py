@@ -6,6 +6,7 @@ import hashlib
 import json
 import runpy
 import subprocess
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,8 @@ def test_one_run_is_compared_with_all_of_its_recordings(tool: dict[str, Any], tm
     assert [len(result.pairing.a) for result in found[:2]] == [1, 2]
     assert [result.pairing.matched for result in found[:2]] == [1.0, 1.0]
     assert "checksum" in str(found[2])
-    rows = tool["table"](found[:2]).splitlines()[2:]
-    assert [row.split(" | ")[:3] for row in rows] == [["| someone: first", "T4", "1"], ["| someone: second", "T4", "2"]]
+    rows = [list(tool["row_of"](result).values())[:3] for result in found[:2]]
+    assert rows == [["someone: first", "T4", "1"], ["someone: second", "T4", "2"]]
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,9 @@ def test_snapshots_without_a_history_are_compared_block_by_block(tool: dict[str,
         (segment(1 << 31, *((block.size, block.requested_size) for block in both.blocks)), segment(0, (2**20, 2**20)))
     )
     case = {"repository": "someone/nets", "recording": "moment", "device": "T4,torch=2.2"}
-    row = tool["table"]([result(case, real, virtual, 1.0)]).splitlines()[-1]
-    assert row == "| someone: moment | T4, 2.2 | 3 | 66.67 % | -49.964 % | -25.000 % | 50.0 % |"
+    *row, day = tool["row_of"](result(case, real, virtual, 1.0)).values()
+    assert row == ["someone: moment", "T4, 2.2", "3", "66.67 %", "-49.964 %", "-25.000 %", "50.0 %"]
+    assert day == date.today().isoformat()
     assert list(tool["told"](result(case, real, virtual, 1.0), 1))[-2:] == [
         "only in A      1 x      2,097,152 bytes",
         "only in B      1 x      1,048,576 bytes",

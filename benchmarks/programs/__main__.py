@@ -1,6 +1,6 @@
 """Public programs on the virtual GPU, each run and judged.
 
-    python benchmarks/programs --repositories DIR [--packages FOLDER ...] [--only TEXT] [--values] [--results PATH] [--page PATH]
+    python benchmarks/programs --repositories DIR [--packages FOLDER ...] [--only TEXT] [--values] [--results PATH] [--update]
 
 DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``);
 ``programs.toml`` says which, and what is run. Each program is laid out in a scratch folder and run by ``gpumem run``, with values
@@ -17,7 +17,7 @@ wrong          anything else
 way (iterations, lines but for their numbers, peak); where they do not, the report has to say that it may be so. Where the time of
 one was up, its report says how far it came, and they are compared as far as both went.
 ``--results`` keeps the outcomes in a file and runs only what is not in it yet; ``--again VERDICT`` runs those with that verdict
-again.
+again. ``--update`` also puts them into ``results.csv``, which the documentation shows.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ else:
     import tomli as tomllib
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent)]
 
+import kept_rows  # noqa: E402
 from data import RECIPES  # noqa: E402
 from judging import Run, came_further, is_refusal, run, same_text, way_taken  # noqa: E402
 from layout import Missing, lay_out, repository, script_of  # noqa: E402
@@ -63,6 +64,8 @@ _COMMON = (
 _ON_THE_DEVICE = (
     "import torch; torch.set_default_device('cuda' if torch.cuda.is_available() else 'cpu'); torch.manual_seed(0)\n"
 )
+RESULTS = HERE / "results.csv"
+KEY = ("repository", "program")
 VERDICTS = ("works", "its own fault", "refused", "not judged", "wrong")
 LIMIT = 60
 
@@ -99,7 +102,7 @@ def main() -> int:
     parser.add_argument("--values", action="store_true", help="compare with the host and with values=real")
     parser.add_argument("--results", metavar="PATH", type=Path, help="keep outcomes here, and go on from them")
     parser.add_argument("--again", metavar="VERDICT", default="", help="run programs of this verdict again")
-    parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument("--update", action="store_true", help=f"put the rows into {RESULTS.name}")
     parser.add_argument(
         "--seconds", metavar="N", type=float, default=1e9, help="of the processor's time, for each at most"
     )
@@ -137,8 +140,8 @@ def main() -> int:
                 json.dumps({name: dataclasses.asdict(one) for name, one in known.items()}, indent=1)
             )
     outcomes = [known[key] for one in table() if (key := f"{one['repository']}: {one['name']}") in known]
-    if options.page is not None:
-        options.page.write_text(page(outcomes), encoding="utf-8")
+    if options.update:
+        kept_rows.update(RESULTS, map(row_of, outcomes), KEY)
     print(counts(outcomes))
     return int(any(one.verdict == "wrong" or one.way == "silent" for one in outcomes))
 
@@ -305,27 +308,26 @@ def _with(outcomes: list[Outcome], values: str) -> int:
     return sum(one.verdict == "works" and one.values == values for one in outcomes)
 
 
-def page(outcomes: list[Outcome]) -> str:
-    """The documentation's table."""
-    heads = ["repository", "program", "domain", "", "values", "s", "host"]
-    if compared := any(one.real for one in outcomes):
-        heads += ["peak", "with real values", "prints", "way"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-    for one in outcomes:
-        works = one.verdict == "works"
-        cells = [
-            one.repository, one.program, one.domain, one.verdict if one.ended or not works else "time was up",
-            one.values if works else "", f"{one.seconds:.0f}", f"{one.host_bytes / 2**20:,.0f}",
-        ]  # fmt: skip
-        if compared:
-            same = {None: "", True: "the same", False: "**differs**"}[one.same_output]
-            memory = (
-                "" if one.real_peak is None or one.peak is None else f"{(one.peak / max(1, one.real_peak) - 1):+.1%}"
-            )
-            peak = "" if one.peak is None else f"{one.peak / 2**20:,.1f}"
-            cells += [peak, "same" if memory in ("+0.0%", "-0.0%") else memory, same, one.way]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + f"\n\n{counts(outcomes)}\n"
+def row_of(one: Outcome) -> dict[str, str]:
+    """A row of the results, as the documentation shows it. Sizes are in MiB; empty: not tried, or nothing to compare."""
+    works = one.verdict == "works"
+    beside = ""
+    if one.real_peak is not None and one.peak is not None:
+        beside = "same" if one.peak == one.real_peak else f"{one.peak / max(1, one.real_peak) - 1:+.2%}"
+    return {
+        "repository": one.repository,
+        "program": one.program,
+        "domain": one.domain,
+        "result": one.verdict if one.ended or not works else "time was up",
+        "values": one.values if works else "",
+        "s": f"{one.seconds:.0f}",
+        "host MiB": f"{one.host_bytes / 2**20:,.0f}",
+        "peak MiB": "" if one.peak is None else f"{one.peak / 2**20:,.1f}",
+        "beside real": beside,
+        "prints": {None: "", True: "yes", False: "no"}[one.same_output],
+        "way": one.way,
+        "day": one.day,
+    }
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Public programs on the virtual GPU, beside the recordings that their authors made of them on real ones.
 
-    python benchmarks/recordings --repositories DIR [--only TEXT ...] [--details N] [--page PATH] [--keep FOLDER]
+    python benchmarks/recordings --repositories DIR [--only TEXT ...] [--details N] [--update] [--keep FOLDER]
 
 DIR holds the programs' repositories as git keeps them (``DIR/owner+name/repo``, ``DIR/owner/name`` or ``DIR/owner/name.git``).
 Each program is laid out in a scratch folder and run unmodified, and the two recordings are compared allocation by allocation. A
-program that needs a package which is not installed is left out, and the package is named.
+program that needs a package which is not installed is left out, and the package is named. ``--update`` puts what was found into
+``compared.csv`` and, of snapshots without a history, ``states.csv``, which the documentation shows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import date
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
@@ -40,6 +42,7 @@ from gpumem_magic.snapshot.pairing import Pairing, Recorded, pair
 
 HERE = Path(__file__).resolve().parent
 RECORDINGS = HERE.parents[2] / "shared" / "data" / "snapshots"
+COMPARED, STATES = HERE / "compared.csv", HERE / "states.csv"
 TEXT = (".py", ".ipynb", ".toml", ".json", ".yaml", ".yml", ".txt", ".cfg")
 
 
@@ -78,7 +81,7 @@ def main() -> int:
     parser.add_argument("--recordings", metavar="DIR", type=Path, default=RECORDINGS, help="the real recordings")
     parser.add_argument("--only", metavar="TEXT", nargs="+", help="cases with a TEXT in recording or repository")
     parser.add_argument("--details", metavar="N", type=int, default=6, help="kinds of difference that are listed")
-    parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument("--update", action="store_true", help="put the rows into the tables beside this file")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="also keep the virtual recordings in FOLDER")
     options = parser.parse_args()
     cases = tomllib.loads((HERE / "cases.toml").read_text(encoding="utf-8"))["case"]
@@ -99,8 +102,9 @@ def main() -> int:
                     f"Compiled by PyTorch {version('torch')}; the recording's program by {compiler}, which may fuse otherwise."
                 )
             print("\n".join(told(result, options.details)), flush=True)
-            if options.page is not None:
-                options.page.write_text(table(results), encoding="utf-8")
+            if options.update:
+                place = STATES if isinstance(result, StateResult) else COMPARED
+                own.kept_rows.update(place, [row_of(result)], ("program",))
     return 0 if results else 1
 
 
@@ -242,34 +246,9 @@ def name_of(case: Mapping[str, Any]) -> str:
     return str(case["recording"]).removesuffix(".gz").removesuffix(".pickle")
 
 
-def table(results: Sequence[Result | StateResult]) -> str:
-    """The documentation's tables: of recordings, and of snapshots without a history."""
-    events = [result for result in results if isinstance(result, Result)]
-    moments = [result for result in results if isinstance(result, StateResult)]
-    return "\n".join([*([table_of_events(events)] if events else []), *([table_of_states(moments)] if moments else [])])
-
-
-def table_of_states(results: Sequence[StateResult]) -> str:
-    lines = [
-        "| program | card, PyTorch | blocks in use | matched | requested | reserved | segments alike |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        real, virtual = result.real, result.virtual
-        cells = [
-            *named(result.case),
-            f"{real.sizes.total():,}",
-            f"{100 * states.matched(real, virtual):.2f} %",
-            f"{100 * (virtual.requested / real.requested - 1):+.3f} %",
-            f"{100 * (virtual.reserved / real.reserved - 1):+.3f} %",
-            f"{100 * states.alike(real, virtual):.1f} %",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def named(case: Mapping[str, Any]) -> tuple[str, str]:
-    """The program and the card, as the tables name them."""
+def row_of(result: Result | StateResult) -> dict[str, str]:
+    """A row of `COMPARED`, or of `STATES`, as the documentation shows it."""
+    case = result.case
     card = (
         case["device"]
         .replace(",torch=", ", ")
@@ -277,19 +256,21 @@ def named(case: Mapping[str, Any]) -> tuple[str, str]:
         .partition(",context=")[0]
         .partition(",addresses=")[0]
     )
-    return f"{case['repository'].partition('/')[0]}: {name_of(case)}", card
+    named = {"program": f"{case['repository'].partition('/')[0]}: {name_of(case)}", "card, PyTorch": card}
+    return {**named, **_figures(result), "day": date.today().isoformat()}
 
 
-def table_of_events(results: Sequence[Result]) -> str:
-    lines = [
-        "| program | card, PyTorch | allocations | matched | to the byte | freed alike | peak | end | reserved | same place |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for result in results:
-        has_segments = not result.case.get("trace")
-        cells = [*named(result.case), *own.figures(result.real, result.virtual, result.pairing, has_segments)]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+def _figures(result: Result | StateResult) -> dict[str, str]:
+    if isinstance(result, Result):
+        return own.figures(result.real, result.virtual, result.pairing, has_segments=not result.case.get("trace"))
+    real, virtual = result.real, result.virtual
+    return {
+        "blocks in use": f"{real.sizes.total():,}",
+        "matched": f"{100 * states.matched(real, virtual):.2f} %",
+        "requested": f"{100 * (virtual.requested / real.requested - 1):+.3f} %",
+        "reserved": f"{100 * (virtual.reserved / real.reserved - 1):+.3f} %",
+        "segments alike": f"{100 * states.alike(real, virtual):.1f} %",
+    }
 
 
 if __name__ == "__main__":

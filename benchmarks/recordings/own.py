@@ -1,11 +1,12 @@
 """Programs of our own: recorded where there is a GPU, and predicted anywhere.
 
     python benchmarks/recordings/own.py record FOLDER [--only TEXT ...]
-    python benchmarks/recordings/own.py compare FOLDER [--device H100,torch=2.11] [--only TEXT ...] [--details N] [--page PATH]
+    python benchmarks/recordings/own.py compare FOLDER [--device H100,torch=2.11] [--only TEXT ...] [--details N] [--update]
 
 `own.txt` has the programs. Each runs in a process of its own, from its first line to its end, with the allocator's history on.
 FOLDER gets a small file for each: what the allocator did, without stacks but for the program's own lines. `compare` runs those
-that have a file there on a virtual GPU. A program that needs a package which is not installed is left out.
+that have a file there on a virtual GPU; `--update` puts what it found into `own_on_an_h100.csv`, which the documentation shows. A
+program that needs a package which is not installed is left out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,15 @@ from gpumem_magic.commands.diff_events import recorded, words
 from gpumem_magic.snapshot.pairing import Pairing, Recorded, growths, pair
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent))
+
+import kept_rows  # noqa: E402
+
+RESULTS = HERE / "own_on_an_h100.csv"
 RUNNER = HERE.parent / "stand_in_runtime" / "whole.py"
 PYTHON = sys.executable
 COLUMNS = ("action", "addr", "size", "stream")
-HEAD = (
-    "| program | allocations | matched | to the byte | freed alike | peak | end | reserved | same place |\n"
-    "|---|---|---|---|---|---|---|---|---|\n"
-)
+FIGURES = ("allocations", "matched", "to the byte", "freed alike", "peak", "end", "reserved", "same place")
 # (A program that runs out of memory by itself is recorded as far as that.)
 LONGEST = 300
 
@@ -48,7 +52,7 @@ def main() -> int:
     parser.add_argument("--device", default="H100,torch=2.11", help="the virtual one (default: %(default)s)")
     parser.add_argument("--only", metavar="TEXT", nargs="+", help="programs with a TEXT in their name")
     parser.add_argument("--details", metavar="N", type=int, default=0, help="kinds of difference that are listed")
-    parser.add_argument("--page", metavar="PATH", type=Path, help="also write the documentation's table to PATH")
+    parser.add_argument("--update", action="store_true", help=f"put the rows into {RESULTS.name}")
     options = parser.parse_args()
     wanted = chosen(programs(), options.only)
     return record(wanted, options.folder) if options.what == "record" else compare(wanted, options)
@@ -84,12 +88,12 @@ def compare(wanted: Mapping[str, str], options: argparse.Namespace) -> int:
             print(f"{name}: left out: {found}", flush=True)
             continue
         real, virtual, pairing = found
-        rows.append(row(name, real, virtual, pairing))
-        print(rows[-1], flush=True)
+        rows.append({"program": name, **figures(real, virtual, pairing), "day": date.today().isoformat()})
+        print("; ".join(rows[-1].values()), flush=True)
         if options.details:
             print("\n".join(words(real, virtual, pairing, options.details)), flush=True)
-    if options.page is not None:
-        options.page.write_text("\n".join([HEAD + rows[0], *rows[1:], ""]) if rows else "", encoding="utf-8")
+    if options.update:
+        kept_rows.update(RESULTS, rows, ("program",))
     return 0 if rows else 1
 
 
@@ -171,12 +175,8 @@ def framed(line: int) -> list[dict[str, Any]]:
     return [{"filename": "program.py", "line": line, "name": "<module>"}] if line else []
 
 
-def row(name: str, real: Recorded, virtual: Recorded, pairing: Pairing) -> str:
-    return f"| {' | '.join([name, *figures(real, virtual, pairing)])} |"
-
-
-def figures(real: Recorded, virtual: Recorded, pairing: Pairing, has_segments: bool = True) -> list[str]:
-    """A table's cells: allocations; the shares that match, to the byte and freed alike; errors of growth at the peak and at the
+def figures(real: Recorded, virtual: Recorded, pairing: Pairing, has_segments: bool = True) -> dict[str, str]:
+    """A row's `FIGURES`: allocations; the shares that match, to the byte and freed alike; errors of growth at the peak and at the
     end, and of what is reserved, where there are segments; how many lie at the same place."""
     pairs = max(1, len(pairing.pairs))
     shares = (pairing.matched, pairing.exact / pairs, pairing.freed_alike / pairs)
@@ -184,12 +184,13 @@ def figures(real: Recorded, virtual: Recorded, pairing: Pairing, has_segments: b
         *zip(*growths(real, virtual), strict=True),
         (real.peak_reserved if has_segments else 0, virtual.peak_reserved),
     )
-    return [
+    cells = [
         f"{len(pairing.a):,}",
         *(f"{100 * share:.2f} %" for share in shares),
         *(f"{100 * (other / one - 1):+.3f} %" if one > 0 else "" for one, other in sizes),
         "" if pairing.same_place is None else f"{100 * pairing.same_place / pairs:.1f} %",
     ]
+    return dict(zip(FIGURES, cells, strict=True))
 
 
 if __name__ == "__main__":
