@@ -15,6 +15,7 @@ from torch.utils.data import dataloader
 
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, only_waits, waits
+from gpumem_magic.looks.objects import text
 
 # Reads of one line behind which a loop is taken to wait for a value.
 _MANY = 1000
@@ -195,7 +196,7 @@ def _reader(line: _Line) -> tuple[FrameType | None, str]:
         if not reader and frame.f_code is _SEEDING:
             reader = "seeding"
         frame = frame.f_back
-    if not reader and frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LOGGERS:
+    if not reader and frame is not None and text(frame.f_globals.get("__name__")).partition(".")[0] in _LOGGERS:
         reader = "logged"
     return frame, reader
 
