@@ -2324,6 +2324,14 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
         # what is repeated is no single row
         ("expanded_copy", "y = x.repeat(64, 1) + 1"),
         ("built_beside", SEARCH.format(first="model = optimizer = None\n    ")),
+        # a step aside (sharpness-aware minimization): the weights are put back, by their copies
+        (
+            "built_beside",
+            "trained = net(1024)\nold = {}\nfor _ in range(4):\n"
+            "    for p in trained.parameters():\n        old[p] = p.data.clone()\n        p.data.add_(1e-3)\n"
+            "    trained(torch.ones(1, 1024, device='cuda')).mean().backward()\n"
+            "    for p in trained.parameters():\n        p.data = old.pop(p)\n",
+        ),
         # two that step in turn; an input that is trained
         (
             "idle_states",

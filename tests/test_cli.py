@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import warm
-from shell_fakes import FakeSession, install_session
+from shell_fakes import FakeRecording, FakeSession, install_session
 
 from gpumem_magic import cli
 from gpumem_magic.session import device as chosen_device
@@ -109,6 +109,24 @@ def test_a_script_sees_what_python_would_show_it(
             143,
             "<<report>>",
         ),
+        # It comes where Python lets nothing out: a destructor, a weak reference's callback, a callback from C.
+        *[
+            (f"import os, signal\n{way}\nwhile True: pass\n", 143, "<<report>>")
+            for way in (
+                "class A:\n    def __del__(self): os.kill(os.getpid(), signal.SIGTERM); [0 for _ in range(99)]\na = A(); del a",
+                "import weakref\nclass A: pass\na = A()\n"
+                "w = weakref.ref(a, lambda _: os.kill(os.getpid(), signal.SIGTERM)); del a",
+                "import ctypes\nctypes.CFUNCTYPE(None)(lambda: os.kill(os.getpid(), signal.SIGTERM))()",
+            )
+        ],
+        (
+            "import os, signal\nclass A:\n    def __del__(self): os.kill(os.getpid(), signal.SIGINT); [0 for _ in range(99)]\n"
+            "a = A(); del a\nwhile True: pass\n",
+            130,
+            "KeyboardInterrupt",
+        ),
+        # What a destructor fails with otherwise is ignored, as ever.
+        ("class A:\n    def __del__(self): 1 / 0\na = A(); del a\nprint('on')\n", 0, "ZeroDivisionError"),
         # The program's own handler, and what it does.
         (
             "import os, signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
@@ -129,13 +147,58 @@ def test_a_script_sees_what_python_would_show_it(
     ],
 )
 def test_exit_status(
-    session: FakeSession, script: Write, capsys: pytest.CaptureFixture[str], text: str, status: int, word: str
+    session: FakeSession,
+    script: Write,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    status: int,
+    word: str,
 ) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
     assert cli.main(["run", str(script(text))]) == status
+    assert sys.unraisablehook is sys.__unraisablehook__
     err = capsys.readouterr().err
     assert word in err
     assert err.count("<<report>>") == 1
     assert not session.open
+
+
+@pytest.mark.parametrize(
+    ("own", "status"), [("", 0), ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))", 0), ("sys.exit(3)", 3)]
+)
+def test_what_is_terminated_while_its_report_is_made_has_one(
+    session: FakeSession,
+    script: Write,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own: str,
+    status: int,
+) -> None:
+    """The program has ended by itself, also where it leaves a handler of its own behind. The status is its own."""
+    close, before = FakeRecording.close, signal.getsignal(signal.SIGTERM)
+
+    def terminated(self: FakeRecording, *arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return close(self, *arguments)
+
+    monkeypatch.setattr(FakeRecording, "close", terminated)
+    try:
+        assert cli.main(["run", str(script(f"import signal, sys\n{own}\n"))]) == status
+        assert (signal.getsignal(signal.SIGTERM) is before) == ("lambda" not in own)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err.count("<<report>>") == 1
+
+
+def test_a_report_that_takes_too_long_after_sigterm_is_left(tmp_path: Path) -> None:
+    program = (
+        "import os, signal, sys, time\nfrom gpumem_magic.commands import ending\nending._TO_FINISH = 0.1\n"
+        "with ending.ending_as_after_ctrl_c(once=True) as one:\n    one.program_ended()\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n    time.sleep(100)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stderr) == (143, "gpumem: terminated before the report was complete\n")
 
 
 def test_an_error_is_shown_once_as_python_shows_it(

@@ -34,6 +34,25 @@ def test_a_name_that_is_given_anew_keeps_its_former_tensor_meanwhile(book: Noteb
         book.cell("model = nn.Sequential(nn.Linear(1024, 2048), nn.Linear(2048, 512)).cuda()")
         report = book.measured("model = model.half()")
     assert "8.0 MiB are parameters, kept by the former `model.0.weight`. Peak" in report.answer
+    with book.forgetting():
+        book.cell("model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda()")
+        report = book.measured(
+            "model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)"
+        )
+    assert "8.0 MiB are parameters of the former `model`;" in report.answer
+
+
+def test_what_a_name_gets_later_leaves_its_tensor_its_name_until_then(book: Notebook) -> None:
+    """A step aside, after which the weights are put back by their copies."""
+    with book.forgetting():
+        book.cell("model = nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)).cuda()\nold = []")
+        report = book.measured(
+            "for p in model.parameters():\n    old.append(p.data.clone())\nx = torch.ones(4096, 1024, device='cuda')\n"
+            "y = model(x)\ndel x, y\nfor p, kept in zip(model.parameters(), old):\n    p.data = kept"
+        )
+    assert "former" not in report.answer
+    assert {one.kept_by for one in report.tensors() if one.category == "parameters"} >= {"model"}
+    assert not report.causes
 
 
 @pytest.mark.parametrize(

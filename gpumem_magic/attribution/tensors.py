@@ -182,14 +182,18 @@ class Tensors:
         return (last, one.index) in seen[bisect_left(seen, last, key=itemgetter(0)) :]
 
     def is_former(self, one: Allocation, name: str, position: int) -> bool:
-        """Whether what a name is seen to hold next is there by now, and the name is still another's: ``y = y * 2`` has both."""
+        """Whether the statement under way has made what a name is seen to hold next, and the name is still another's, as in
+        ``y = y * 2``. (What an earlier one made is a tensor of its own until then.)"""
         seen = self._named.get(name, ())
         first = bisect_right(seen, position, key=itemgetter(0))
         if not 0 < first < len(seen) or not self._has_still(name, one, position):
             return False
         last = bisect_right(seen, seen[first][0], key=itemgetter(0))
         following = [index for _, index in seen[first:last]]
-        return one.index not in following and all(self._allocations[index].born < position for index in following)
+        if one.index in following:
+            return False
+        point, births = self.statement_at(position), [self._allocations[index].born for index in following]
+        return all(born < position and self.statement_at(born) is point for born in births)
 
     def _is_passing(self, one: Allocation) -> bool:
         """Whether it came and went within one statement."""

@@ -143,6 +143,7 @@ def built_again(scene: Scene) -> Iterator[Cause]:
     for point, begin, end in scene.statements:
         first, last = bisect_left(births, begin), bisect_left(births, end)
         new = [one for one in parameters[first:last] if one.freed is None or one.freed >= end]
+        new = [one for one in new if not _goes_on(scene, one, scene.end)]
         if size_of(new) < LEAST:
             continue
         old = [one for one in parameters[:first] if one.freed is None or one.freed >= begin]
@@ -192,7 +193,11 @@ def built_beside(scene: Scene) -> Iterator[Cause]:
         largest: list[Allocation] = []
         born = 0
         for turn in turns[1:]:
-            new = [one for one in scene.living_in(turn.end, "parameters") if turn.start <= one.born]
+            new = [
+                one
+                for one in scene.living_in(turn.end, "parameters")
+                if turn.start <= one.born and not _goes_on(scene, one, turns[-1].end)
+            ]
             if not new:
                 continue
             old = [
@@ -241,6 +246,13 @@ def built_beside(scene: Scene) -> Iterator[Cause]:
 
 def _is_weight(scene: Scene, one: Allocation) -> bool:
     return scene.labels[one.index].category == "parameters"
+
+
+def _goes_on(scene: Scene, one: Allocation, end: int) -> bool:
+    """Whether it is the copy of a weight that is gone by an event: ``p.data = p.data.clone()`` makes no other model."""
+    source = scene.sources.get(one.index)
+    gone = None if source is None else scene.timeline.allocations[source]
+    return gone is not None and _is_weight(scene, gone) and gone.freed is not None and gone.freed <= end
 
 
 def _letting_go(scene: Scene, born: int) -> str:

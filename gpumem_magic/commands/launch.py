@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from gpumem_magic.commands.common import INTERRUPTED
+from gpumem_magic.commands.ending import ending_as_after_ctrl_c
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files
@@ -52,72 +49,6 @@ def arguments_of(options: argparse.Namespace, device: str | None) -> list[str]:
 def folder_of_ranks() -> AbstractContextManager[Path]:
     """A folder of this command's own, which goes with it."""
     return own_folder("gpumem-ranks-")
-
-
-TERMINATED = 128 + signal.SIGTERM
-"""The exit status of what SIGTERM ended, as shells have it."""
-
-
-class Terminated(KeyboardInterrupt):
-    """What ends a script after SIGTERM; a report says it by this name."""
-
-    __module__ = "builtins"
-
-
-@contextmanager
-def ending_as_after_ctrl_c(*, once: bool = False) -> Iterator[list[int]]:
-    """SIGTERM too, as job schedulers and ``timeout`` end a command with it, is a Ctrl-C: what was started ends with this command.
-
-    The list is what came. once: the second ends this process as it would without us, which may be in a loop that catches
-    everything. A handler of the program's own stays, and a copy of this process (a pool's worker, say) ends as it always does.
-    """
-    came: list[int] = []
-    process = os.getpid()
-
-    def interrupt(number: int, frame: object) -> None:
-        if os.getpid() != process or (once and came):
-            signal.signal(number, signal.SIG_DFL)
-            signal.raise_signal(number)
-        came.append(number)
-        if not callable(signal.getsignal(signal.SIGINT)):
-            raise KeyboardInterrupt  # a shell has its jobs in the background ignore Ctrl-C
-        signal.raise_signal(signal.SIGINT)
-
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if ours:
-        _hear(interrupt)
-    try:
-        yield came
-    finally:
-        if ours:
-            _hear(None)
-
-
-_hears: Callable[[int, FrameType | None], None] | None = None
-
-
-def _hear(handler: Callable[[int, FrameType | None], None] | None) -> None:
-    """The handler of SIGTERM, if the program has none of its own. None: there is none any more."""
-    global _hears
-    before: Any = signal.SIG_DFL if _hears is None else _hears
-    if signal.getsignal(signal.SIGTERM) is before:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if handler is None else handler)
-    _hears = handler
-
-
-def _around_a_fork(*, begins: bool) -> None:
-    """None of ours meanwhile: of what comes to the copy before it goes on, Python forgets what has a handler in Python."""
-    if _hears is None or threading.current_thread() is not threading.main_thread():
-        return
-    before, after = (_hears, signal.SIG_DFL) if begins else (signal.SIG_DFL, _hears)
-    if signal.getsignal(signal.SIGTERM) is before:
-        signal.signal(signal.SIGTERM, after)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=partial(_around_a_fork, begins=True), after_in_parent=partial(_around_a_fork, begins=False)
-    )
 
 
 def run_processes(options: argparse.Namespace) -> int:

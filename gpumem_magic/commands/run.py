@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from gpumem_magic.commands import virtual_ranks
 from gpumem_magic.commands.children import measured_children
 from gpumem_magic.commands.common import INTERRUPTED, program_of
-from gpumem_magic.commands.launch import TERMINATED, Terminated, device_of_a_rank, ending_as_after_ctrl_c, run_processes
+from gpumem_magic.commands.ending import TERMINATED, Terminated, ending_as_after_ctrl_c
+from gpumem_magic.commands.launch import device_of_a_rank, run_processes
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import hand_over, say, targets
 from gpumem_magic.devices.base import DeviceError
@@ -75,23 +76,24 @@ def run(options: argparse.Namespace) -> int:
     measured = _MeasuredScript(script, _open(parser, options, script, main_module), rank)
     if rank is not None:
         rank.begin(measured.so_far, lambda: show(rank.folder, written_to, elsewhere=True))
-    with as_main(main_module, options.arguments), ExitStack() as around:
-        machine = chosen_device.virtual()
-        children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
-        if alone and rank is not None:
-            from gpumem_magic.virtual.torch_face.alone import one_of_many
+    with ExitStack() as until_told:
+        with as_main(main_module, options.arguments), ExitStack() as around:
+            machine = chosen_device.virtual()
+            children = around.enter_context(measured_children(None if machine is None else machine.spec.text))
+            if alone and rank is not None:
+                from gpumem_magic.virtual.torch_face.alone import one_of_many
 
-            measured.alone = around.enter_context(one_of_many(rank.file.rank, rank.file.world, rank.folder))
-        if stand_ins:
-            from gpumem_magic.virtual.engine.supplied import stand_in
+                measured.alone = around.enter_context(one_of_many(rank.file.rank, rank.file.world, rank.folder))
+            if stand_ins:
+                from gpumem_magic.virtual.engine.supplied import stand_in
 
-            for value, line in stand_ins:
-                around.enter_context(stand_in(value, line=line))
-        measured.run(main_module)
-    try:
-        measured.tell(written_to, has_children=bool(children))
-    except KeyboardInterrupt:
-        say("interrupted before the report was complete")
+                for value, line in stand_ins:
+                    around.enter_context(stand_in(value, line=line))
+            measured.run(main_module, until_told)
+        try:
+            measured.tell(written_to, has_children=bool(children))
+        except KeyboardInterrupt:
+            say("interrupted before the report was complete")
     return measured.status
 
 
@@ -114,18 +116,18 @@ class _MeasuredScript:
         """The report up to here, of a script that has to be left behind; None where it is not measured."""
         return None if self.found is None else self.found.close()
 
-    def run(self, main_module: ModuleType) -> None:
-        """Runs the script to its end, and makes the report. An error of its own is shown as Python shows it."""
-        ended: list[int] = []
+    def run(self, main_module: ModuleType, until_told: ExitStack) -> None:
+        """Runs the script to its end, and makes the report. An error of its own is shown as Python shows it. until_told: left
+        when the report was shown."""
+        ending = None if self.rank is not None else until_told.enter_context(ending_as_after_ctrl_c(once=True))
         try:
             with suppress(StopRun):
-                if self.rank is None:
-                    with ending_as_after_ctrl_c(once=True) as ended:
-                        self.script.run(main_module)
-                else:
-                    try:
-                        self.script.run(main_module)
-                    finally:
+                try:
+                    self.script.run(main_module)
+                finally:
+                    if ending is not None:
+                        ending.program_ended()
+                    elif self.rank is not None:
                         self.rank.leaves()
         except SystemExit as error:
             # Leaving by sys.exit is no failure, except of a rank that others wait for.
@@ -133,7 +135,7 @@ class _MeasuredScript:
             self._close(error if fails else None, main_module)
             self.status = _exit_status(error.code)
         except BaseException as error:
-            if ended and isinstance(error, KeyboardInterrupt):
+            if ending is not None and ending.came and isinstance(error, KeyboardInterrupt):
                 error = Terminated().with_traceback(error.__traceback__)
             self.where = place_of(error)
             traceback = self.script.own_frames(error.__traceback__)
@@ -146,7 +148,7 @@ class _MeasuredScript:
         else:
             self._close(None, main_module)
             self.left_early = False
-        if ended:
+        if ending is not None and ending.came:
             # (It had no word of its own to say why it left.)
             self.left_early, self.status = False, TERMINATED
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpumem_magic.commands.common import INTERRUPTED
-from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, ending_as_after_ctrl_c, folder_of_ranks
+from gpumem_magic.commands.ending import ending_as_after_ctrl_c
+from gpumem_magic.commands.launch import TIMED_OUT, arguments_of, end, folder_of_ranks
 from gpumem_magic.commands.shown_ranks import show
 from gpumem_magic.commands.written import targets
 from gpumem_magic.files import rank_files

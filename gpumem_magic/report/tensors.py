@@ -79,8 +79,9 @@ def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
 
 
 def _owner(place: str) -> str:
-    """``model`` of ``model.layers[0].weight``."""
-    return re.split(r"[.\[]", place, maxsplit=1)[0]
+    """``model`` of ``model.layers[0].weight``, the former ``model`` of its former weight."""
+    owner = re.split(r"[.\[]", place, maxsplit=1)[0]
+    return owner + "`" * (owner.count("`") % 2)
 
 
 def _group(members: Sequence[_Member]) -> TensorGroup:
