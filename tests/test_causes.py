@@ -991,6 +991,24 @@ GUILTY += [
         ),
         "needs all of it at once",
     ),
+    Case(
+        "sorted",
+        ("", "best = torch.rand(64, 1 << 18, device='cuda').argsort(dim=1)[:, :5]"),
+        "Only the first ones are read",
+    ),
+    Case("unit_matrix", ("", "rows = torch.eye(4096, device='cuda')[torch.arange(64, device='cuda')]"), "F.one_hot"),
+    Case("both_halves", ("x = torch.rand(1024, 16384, device='cuda')", "s = torch.fft.fft2(x)"), "torch.fft.rfft2"),
+    Case(
+        "block_diagonal", ("x = torch.rand(64, 256, 256, device='cuda')", "b = torch.block_diag(*x)"), "Keep the blocks"
+    ),
+    Case(
+        "target_graphs",
+        (
+            "body = net(1024, 4)\na, b = torch.rand(16384, 1024, device='cuda'), torch.rand(16384, 1024, device='cuda')",
+            "q = body(a)\ngoal = 0.9 * body(b)\nloss = nn.functional.mse_loss(q, goal)\nloss.backward()",
+        ),
+        "learned through `goal`",
+    ),
 ]
 
 INNOCENT = [

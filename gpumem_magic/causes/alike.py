@@ -105,6 +105,11 @@ def made_of_it(scene: Scene, alike: Alike) -> list[Birth]:
     ]
 
 
+def numbers_alive(scene: Scene, count: int) -> int:
+    """The bytes of all that is alive and has as many numbers, whatever views they are."""
+    return sum(size for _, size, birth in _alive(scene) if prod(birth.shape or ()) == count)
+
+
 def _alive(scene: Scene) -> Iterator[tuple[int, int, Birth]]:
     """The event, the bytes and how it came to be, of each tensor that is alive, or that the request that failed was for."""
     births = scene.recording.logs[scene.device].births

@@ -18,6 +18,7 @@ from gpumem_magic.causes import (
     joins,
     kept,
     loops,
+    made_whole,
     operators,
     own_functions,
     padding,
@@ -69,6 +70,7 @@ DETECTORS: tuple[Detector, ...] = (
     several_devices.gathered,
     several_devices.gradients_in_buckets,
     unused_graphs.missing_no_grad,
+    unused_graphs.target_graphs,
     untrained.untrained_gradients,
     untrained.wasted_gradients,
     untrained.frozen_too_late,
@@ -117,6 +119,7 @@ DETECTORS: tuple[Detector, ...] = (
     operators.wide_losses,
     joins.joined_in_a_loop,
     joins.filled_in_parts,
+    made_whole.made_whole,
     shapes.attention_scores,
     shapes.dominating_layer,
     shapes.wide_numbers,
@@ -185,6 +188,8 @@ _COVERED = {
     # (Of what no backward goes through there is less to be computed in parts.)
     "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
+    # (Of all data there is as much whatever a batch has.)
+    "whole_batch": ("copied_rows",),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
@@ -206,6 +211,9 @@ _COVERED = {
     "kept_errors": ("retry_in_except",),
     "held_over": ("missing_no_grad", "kept_graphs", "growth", "joined_in_a_loop"),
     "collected_late": ("reference_cycle",),
+    "target_graphs": ("untrained_gradients", "kept_graphs"),
+    # (They are there in training, too.)
+    "gradients_in_evaluation": ("late_zero_grad",),
     "pinned_by_traceback": ("retry_in_except",),
     "pinned_by_out": (shortage.NAME,),
     "reference_cycle": (shortage.NAME,),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 
@@ -22,6 +22,7 @@ from gpumem_magic.causes.alike import (
 )
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
+from gpumem_magic.causes.program import Written
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
@@ -35,6 +36,12 @@ _TIMES = 4
 _ON_THE_WAY = frozenset({"grown_result", "all_pairs"})
 # These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
 _ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
+# (They go by strides: `restride_dim` of ATen/native/cuda/ScatterGatherKernel.cu.)
+_BY_INDEX = tuple(
+    f"{name}{end}"
+    for name in ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim")
+    for end in ("", "_")
+)
 _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
 # What a program calls to have another type. Under autocast other operators convert what they are given.
@@ -57,7 +64,10 @@ _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in
 def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers; of each place the largest."""
     told: set[object] = set()
-    for alikes in alive_in_shapes(scene, lambda birth: _is_grown(birth) or _is_one_hot(birth)):
+    for alikes in alive_in_shapes(scene, lambda birth: birth.kernel == "cat" or _is_grown(birth) or _is_one_hot(birth)):
+        alikes = [
+            one for one in (_of_grown(scene, each) for each in alikes) if _is_grown(one.birth) or _is_one_hot(one.birth)
+        ]
         kinds = ((kind, one) for kind in (_one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes)
         for kind, alike in kinds:
             cause = kind(scene, alike)
@@ -202,6 +212,25 @@ def _is_grown(birth: Birth) -> bool:
     return 0 < len(birth.inputs) < MOST_INPUTS and bytes_of(birth.shape or (), birth.dtype) >= _TIMES * _given(birth)
 
 
+def _of_grown(scene: Scene, alike: Alike) -> Alike:
+    """Of what joins parts that all have grown in the same statement, the same with what those were made of."""
+    if alike.birth.kernel != "cat":
+        return alike
+    row = scene.start_of_row(alike.event)
+    left = [
+        birth for event, birth in scene.births if row <= event < alike.event and not birth.node and _is_grown(birth)
+    ]
+    inputs: list[tuple[tuple[int, ...], str]] = []
+    for part in alike.birth.inputs:
+        # (`repeat_interleave` makes a view of what it has made.)
+        made = next((one for one in left if (prod(one.shape or ()), one.dtype) == (prod(part[0]), part[1])), None)
+        if made is None:
+            return alike
+        left.remove(made)
+        inputs += made.inputs
+    return replace(alike, birth=alike.birth._replace(inputs=tuple(inputs)))
+
+
 def _is_widened(birth: Birth) -> bool:
     return (
         birth.kernel == "_to_copy"
@@ -264,7 +293,7 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
     elif birth.kernel == "repeat":
         padded = (1,) * (len(alike.shape) - len(small)) + small
         one_to_many = all(few in (1, many) for few, many in zip(padded, alike.shape, strict=True))
-        reader = reader_of_a_view(scene, alike) if one_to_many else ""
+        reader = (reader_of_a_view(scene, alike) or _index_of(scene, alike)) if one_to_many else ""
         if not reader:
             # What needs its rows in one piece would copy the view.
             return None
@@ -279,13 +308,24 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
 
 def _goes_into_attention(scene: Scene, alike: Alike) -> bool:
     """Whether the variable that it is made for goes into fused attention: keys or values in which heads are repeated."""
+    return bool(_calls_with(scene, alike, ("scaled_dot_product_attention",)))
+
+
+def _index_of(scene: Scene, alike: Alike) -> str:
+    """The calls that take it as an index for each number, which an expanded one is, too."""
+    calls = _calls_with(scene, alike, _BY_INDEX) if alike.birth.dtype == "int64" else []
+    return f"`{calls[0].statement.strip()}` ({calls[0].words})" if calls else ""
+
+
+def _calls_with(scene: Scene, alike: Alike, called: Sequence[str]) -> list[Written]:
+    """The statements with a call of one of these that mention the variable that it is made for."""
     one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
     statement = scene.tensors.facts(one).statement if scene.tensors is not None and one is not None else ""
     name, equals, _ = statement.strip().partition(" = ")
     if not equals or not name.isidentifier():
-        return False
+        return []
     taken = re.compile(rf"\b{name}\b")
-    return any(taken.search(call.statement) for call in scene.program.calls("scaled_dot_product_attention"))
+    return [call for each in called for call in scene.program.calls(each) if taken.search(call.statement)]
 
 
 def _is_one_hot(birth: Birth) -> bool:
@@ -323,7 +363,7 @@ def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
 
 
 def _multiplied(scene: Scene, alike: Alike) -> str:
-    """The product with weights that takes such a tensor in, or whose request failed; "" where none does."""
+    """The product with weights that takes all rows of it, or whose request failed; "" where none does."""
     rows = prod(alike.shape[:-1]), alike.shape[-1]
     for event, birth in scene.births:
         taken = event >= alike.event and birth.kernel in ("mm", "addmm") and not birth.node
@@ -358,6 +398,11 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         remedy = (
             f"{multiplied} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
             f"about {human(highest)}."
+        )
+    elif birth.kernel == "cat" and (linear := _multiplied(scene, alike)):
+        remedy = (
+            f"{linear} is a linear layer: apply its weight's parts to the parts before they are paired, and add the results by "
+            "broadcasting; or work on some of the rows at a time."
         )
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."

@@ -9,28 +9,34 @@ from math import prod
 
 import torch
 
-from gpumem_magic.causes.alike import Alike, made_by, size_words, squeezed, taken_in_by
+from gpumem_magic.causes.alike import Alike, made_by, numbers_alive, size_words, squeezed, taken_in_by
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.owners.model import Held
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import shape_words
+from gpumem_magic.units import MIB, human, shape_words
 
 COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
 PRODUCTS = frozenset({"mm", "bmm", "matmul", "baddbmm", "dot", "ger", "outer", "addr"})
+_TABLE = "torch.nn.modules.sparse.Embedding"
 MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cdist)\s*\(")
 # What is made so often, a few rows each time, is made in parts.
 _PARTS = 3
 # Pairs that are meant are worth a word where they take one part in so many of the peak.
-_SHARE = 3
+_SHARE, _MEANT_FROM = 3, 8 * MIB
 # A product of two weights has so many times the length that they share in both directions.
 _LOW = 4
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 # Decompositions and solvers, of ATen/native/BatchLinearAlgebra.cpp and its neighbours.
 _FACTORS = re.compile(r"cholesky|^_?linalg_(?:eigh?|svd|lu|ldl|qr|inv|solve|slogdet|det)|geqrf|^inverse|logdet|lstsq")
+# (Over the last dimension: its own choice is the second.)
+_COSINES = re.compile(r"cosine_similarity\(.*(?:dim\s*=\s*)?(?:-1|2)\s*\)$")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
 _MOST_NAMES = 40
+# ``x.norm(p=1, dim=-1)``, ``x.norm(1, -1)``, ``vector_norm(x, ord=1)``.
+_NORM = re.compile(r"\b(?:p|ord)\s*=\s*([\d.]+)|\.norm\(\s*([\d.]+)")
 # Two matrices for whose rows all pairs are made: rows, rows and what is summed over.
 _PAIR, _PLANES = 2, 3
 
@@ -50,7 +56,7 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     same = squeezed(first) == squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
         return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
-    if alike.bytes < scene.part_of_peak(_SHARE):
+    if alike.bytes < max(_MEANT_FROM, scene.part_of_peak(_SHARE)):
         # Meant, and one thing among others.
         return None
     return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes)
@@ -72,13 +78,16 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             for words, shape in zip(_operands(expression), shapes, strict=False)
         ]
         whole = bool(names) and all(small for _, small in names)
-        norm = ["p=1"] if _reads(scene, alike, "abs") else []
+        norm = [f"p={power}"] if (power := _power(scene, alike)) else []
         them = (
             f"`torch.cdist({', '.join([*(name for name, _ in names), *norm])})`"
             if whole
-            else f"`torch.cdist` of both, not expanded{' and with `p=1`' if norm else ''},"
+            else f"`torch.cdist` of both, not expanded{f' and with `{norm[0]}`' if norm else ''},"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
+    if _COSINES.search(expression) and len(alike.shape) == _PLANES and _operands(expression):
+        one, other = (f"F.normalize({_not_expanded(words)}, dim=-1)" for words in _operands(expression))
+        return f"`{one} @ {other}.T` makes the cosines of all pairs without it; or {rows}."
     if birth.kernel == "mul" and shapes[0][-1] == shapes[1][-1] > 1 and _is_summed(scene, alike):
         return f"{_product(shapes, _operands(expression))} multiplies and sums without storing them; or {rows}."
     # Who writes the dimension of 1 means it.
@@ -109,10 +118,14 @@ def _is_summed(scene: Scene, alike: Alike) -> bool:
     return any(one.shape == alike.shape[:-1] and alike.shape in (shape for shape, _ in one.inputs) for one in later)
 
 
-def _reads(scene: Scene, alike: Alike, kernel: str) -> bool:
-    """Whether an operator of this kernel is the next to read it."""
+def _power(scene: Scene, alike: Alike) -> str:
+    """The norm in which distances are taken, as the operator that reads it next has it; "" for the ordinary one."""
     later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
-    return next((one.kernel for one in later if alike.shape in (shape for shape, _ in one.inputs)), "") == kernel
+    reader = next((one for one in later if alike.shape in (shape for shape, _ in one.inputs)), None)
+    words = reader.place.expression if reader is not None and reader.place is not None else ""
+    written = _NORM.search(words)
+    power = next(filter(None, written.groups()), "") if written is not None else ""
+    return "1" if reader is not None and reader.kernel == "abs" else power.removesuffix(".0") if power != "2" else ""
 
 
 def _not_expanded(words: str) -> str:
@@ -182,7 +195,8 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
     square = len(shape) >= 2 and min(shape[-2:]) >= 256
     if not square or not (distances or (birth.kernel in PRODUCTS and MULTIPLIES.search(words))):
         return None
-    if alike.bytes < scene.part_of_peak(_SHARE) or is_in_parts(scene, alike):
+    alive = numbers_alive(scene, prod(shape))
+    if alive < scene.part_of_peak(_SHARE) or is_in_parts(scene, alike):
         return None
     shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     if rank := _rank_of_weights(scene, birth):
@@ -200,9 +214,12 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         remedy = (
             f"{factored} needs all of it at once: fewer rows (some of the points, chosen or drawn) make it smaller."
         )
+    # (Views have other shapes.)
+    more = f", {human(alive)} with all that has as many numbers" if alive > alike.bytes else ""
     return Cause(
         "all_pairs",
-        f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}.",
+        f"{made_by(scene, alike)} makes one number for every pair, {shape_words(shape)} from {shapes}: {size_words(alike)}"
+        f"{more}.",
         remedy,
         alike.bytes,
     )
@@ -210,13 +227,17 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
 
 def _rank_of_weights(scene: Scene, birth: Birth) -> int:
     """The length that two weights have in common whose product is far larger than both, as adapters of a low rank have it; else
-    0."""
-    weights = {one.shape for one in scene.held if one.kind == "parameter"}
+    0. (Of tables that are looked up, the product is one of all rows.)"""
+    weights = {one.shape for one in scene.held if one.kind == "parameter" and not _is_a_table(one)}
     first, second = (shape for shape, _ in birth.inputs[:2])
     if len(first) != 2 or len(second) != 2 or not all(weights & {shape, shape[::-1]} for shape in (first, second)):
         return 0
     rank = first[1]
     return rank if _LOW * rank <= min(first[0], second[1]) else 0
+
+
+def _is_a_table(one: Held) -> bool:
+    return any(_TABLE in station.bases for station in one.trail)
 
 
 def is_in_parts(scene: Scene, alike: Alike) -> bool:

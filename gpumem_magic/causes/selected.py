@@ -16,10 +16,13 @@ from gpumem_magic.units import human
 # Operators that pick rows by their numbers, or by a mask, and copy them.
 _PICKS = frozenset({"index", "index_select"})
 _PARTS = 4
+# ``data = data[order]``
+_IN_ITS_PLACE = re.compile(r"(\w+) = \1\[")
 
 
 def copied_rows(scene: Scene) -> Iterator[Cause]:
-    """``X_train = X[perm[:n]]``, of which the cell then takes a batch at a time."""
+    """``X_train = X[perm[:n]]``, of which the cell then takes a batch at a time; or ``X = X[perm]``."""
+    yield from _shuffled(scene)
     for source in scene.held:
         made = scene.alive.get(source.address)
         if source.kind != "tensor" or not source.place.isidentifier() or made is None or made.born >= scene.moment:
@@ -39,6 +42,35 @@ def copied_rows(scene: Scene) -> Iterator[Cause]:
             f"Pick each batch's rows out of {quoted(source.place)} by their numbers (`{source.place}[numbers[i:j]]`): with a "
             f"small batch the peak would be about {human(highest)}.",
             size_of(copies),
+            describes=True,
+        )
+        return
+
+
+def _shuffled(scene: Scene) -> Iterator[Cause]:
+    """All rows in another order, while the old ones are there still."""
+    births = scene.recording.logs[scene.device].births
+    living = scene.timeline.live_at(scene.moment)
+    for one in living:
+        birth = births.get(one.born)
+        facts = scene.tensors.facts(one) if scene.tensors is not None else None
+        if (
+            birth is None
+            or facts is None
+            or birth.kernel not in _PICKS
+            or birth.node
+            or one.size < scene.part_of_peak(_PARTS)
+        ):
+            continue
+        name = _IN_ITS_PLACE.match(facts.statement.strip())
+        old = [each for each in living if each.born < one.born and each.size == one.size]
+        if name is None or not old or not birth.inputs or birth.inputs[0][0] != birth.shape:
+            continue
+        yield Cause(
+            "copied_rows",
+            f"{made_at(scene, one)} copies all rows of `{name[1]}` while it still has the old ones: {human(one.size)} twice.",
+            f"Pick each batch's rows by their numbers (`{name[1]}[numbers[i:j]]`), and the data stays as it is.",
+            one.size,
             describes=True,
         )
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,10 @@ from gpumem_magic.units import human
 _IN_WORK = 2
 # `torch.jit.trace`.
 _TRACING = "trace"
+# Losses of an input and a target of the same kind.
+_COMPARING = ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "kl_div")
+# What a target keeps is worth a word from one part in so many of the peak on.
+_TARGETS = 6
 # So many of the largest say where.
 _LARGEST = 8
 
@@ -64,6 +69,44 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
         without_a_graph(scene, remedy, point.line if point is not None else 0),
         size_of(here),
     )
+
+
+def target_graphs(scene: Scene) -> Iterator[Cause]:
+    """`F.mse_loss(q, reward + net(following).max(1).values)`: what a loss compares with has a graph of its own."""
+    backward = next((one for one in scene.spans(BACKWARD) if scene.end_of(one) >= scene.moment), None)
+    if backward is None or backward.failed or scene.tensors is None:
+        return
+    begin, end = scene.start_of(backward), scene.end_of(backward)
+    kept: dict[tuple[int, str], list[Allocation]] = defaultdict(list)
+    for one in scene.living_in(min(begin, scene.moment), "activations"):
+        row = scene.tensors.statement_at(one.born)
+        if row is not None and one.freed is not None and begin <= one.freed <= end:
+            kept[row.line, row.statement].append(one)
+    # (In a function of the program's own no rows tell which line made what.)
+    calls = [(called, one) for called in _COMPARING for one in scene.program.calls(called) if not one.where]
+    for (line, statement), its in kept.items():
+        written = Written("", line, statement)
+        name = written.shown.partition(" = ")[0].strip()
+        call = next((one for called, one in calls if name in _only_compared_with(one.statement, called)), None)
+        if call is not None and size_of(its) >= scene.part_of_peak(_TARGETS):
+            yield Cause(
+                "target_graphs",
+                f"`{written.shown}` ({written.words}) has a graph of its own, {human(size_of(its))} kept for backward, though "
+                f"`{call.shown}` ({call.words}) only compares with it.",
+                f"Unless something is to be learned through `{name}`, compute it inside `with torch.no_grad():`.",
+                size_of(its),
+            )
+            return
+
+
+def _only_compared_with(statement: str, called: str) -> set[str]:
+    """The names in a loss' second argument, its target, that are not in its first."""
+    for node in ast.walk(ast.parse(statement.strip())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == called:
+            given = [*node.args, *(one.value for one in node.keywords if one.arg == "target")][:2]
+            names = [{each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in given]
+            return names[1] - names[0] if len(names) > 1 else set()
+    return set()
 
 
 def _goes_backward_elsewhere(scene: Scene, unused: Sequence[Allocation]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,8 +20,14 @@ FEWER_AT_ONCE = (
     "Where their losses are only added up, `.backward()` after each keeps one graph at a time; else fewer at once take less, and "
     "`torch.utils.checkpoint` around each keeps its inputs only."
 )
+_TURNS_AT_ONCE = (
+    "`torch.utils.checkpoint` around a turn keeps its inputs only; where nothing is to be learned through it, "
+    "`with torch.no_grad():` keeps nothing."
+)
 # A model's two views of a batch, or a real and a generated one, are often meant.
 _FORWARDS = 5
+# A few turns of a loop are the depth of a model.
+_TURNS = 8
 
 
 def waiting_graphs(scene: Scene) -> Iterator[Cause]:
@@ -38,19 +44,40 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
         if one.freed is not None and begin <= one.freed <= end and number >= 0:
             found[forwards[number][2]][number].append(one)
     label, its = max(found.items(), key=lambda pair: sum(map(size_of, pair[1].values())), default=("", {}))
+    what, remedy = f"forwards of {quoted(label)}", FEWER_AT_ONCE
+    least = _FORWARDS
+    if len(its) < least:
+        what, its, remedy, least = *_turns(scene, begin, end), _TURNS_AT_ONCE, _TURNS
     sizes = sorted(map(size_of, its.values()))
-    if len(sizes) < _FORWARDS or sum(sizes) < scene.part_of_peak(4):
+    if len(sizes) < least or sum(sizes) < scene.part_of_peak(4):
         return
     row = next((point for point, start, stop in scene.statements if start <= begin <= stop), None)
     at = f" (line {row.line})" if row is not None else ""
     yield Cause(
         "waiting_graphs",
-        f"{len(sizes)} forwards of {quoted(label)} come before one backward{at}, and the graphs of all of them live until then: "
-        f"{human(sum(sizes))}.",
-        FEWER_AT_ONCE,
+        f"{len(sizes)} {what} come before one backward{at}, and the graphs of all of them live until then: {human(sum(sizes))}.",
+        remedy,
         sum(sizes) - sizes[-1],
         describes=True,
     )
+
+
+def _turns(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allocation]]]:
+    """A loop before a backward, in words, and what each of its turns has made that goes in the backward."""
+    made: dict[tuple[int, ...], list[Allocation]] = defaultdict(list)
+    lines = Counter[int]()
+    for one in scene.living_in(min(begin, scene.moment), "activations"):
+        if one.freed is None or not begin <= one.freed <= end:
+            continue
+        row = next((point for point, start, stop in scene.statements if start <= one.born < stop), None)
+        if row is not None and row.iteration:
+            made[row.iteration].append(one)
+            lines[row.line] += one.size
+    # (Of a loop in a loop, the inner one's turns since the last backward.)
+    if not lines:
+        return "", {}
+    where = listed([str(line) for line, _ in sorted(lines.most_common(2))])
+    return f"turns of a loop (line{'s' * (len(lines) > 1)} {where})", dict(enumerate(made.values()))
 
 
 def unused_graphs(scene: Scene) -> Iterator[Cause]:

@@ -1,0 +1,133 @@
+"""What is made whole though a part may do: an order of all numbers, a unit matrix for some rows, a spectrum's two halves."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from math import prod
+
+from gpumem_magic.causes.alike import Alike, bytes_of, made_by, of_birth, taken_in_by
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.pairs import PRODUCTS
+from gpumem_magic.devices.base import Birth
+from gpumem_magic.report.model import Cause
+from gpumem_magic.units import MIB, human, shape_words
+
+# One part in so many of the peak is worth a word, from so many bytes on.
+_SHARE, _LEAST = 3, 16 * MIB
+_ROWS = frozenset({"index", "index_select", "embedding"})
+# Of a unit matrix, one row in so many.
+_FEW = 4
+_FULL_SPECTRUM = re.compile(r"\bfft\.(fft[2n]?)\(")
+# (Others sort inside: a quantile.)
+_SORTS = re.compile(r"sort\(")
+# Behind a sort: ``[0][:k]``, ``.indices[:, :k]``.
+_FIRST_ONES = re.compile(r"(?:\[[01]\]|\.values|\.indices)?\[[^\]]*:\s*(?!-)\w+\s*\]")
+
+
+def made_whole(scene: Scene) -> Iterator[Cause]:
+    """At the peak, or where a request failed; of each place all that it has there."""
+    births, error = scene.recording.logs[scene.device].births, scene.report.error
+    found: dict[object, list[tuple[int, int, Birth]]] = defaultdict(list)
+    living = [(one.born, one.size) for one in scene.timeline.live_at(scene.moment)]
+    if error is not None and error.wanted:
+        living.append((scene.moment - 1, error.wanted))
+    for event, size in living:
+        birth = births.get(event)
+        if birth is not None and not birth.node and birth.place is not None:
+            found[birth.place].append((event, size, birth))
+    for its in found.values():
+        size = sum(size for _, size, _ in its)
+        if size < max(_LEAST, scene.part_of_peak(_SHARE)):
+            continue
+        event, birth, kind = next(
+            ((event, one, _KINDS[one.kernel]) for event, _, one in its if one.kernel in _KINDS), (0, its[0][2], None)
+        )
+        inside = any(one.shape is None for _, _, one in its)
+        if kind is not None and (cause := kind(scene, Alike(birth.shape or (), 1, size, birth, event), inside)):
+            yield cause
+
+
+def _sorted(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
+    """inside: whether the sort is at work."""
+    birth, place = alike.birth, alike.birth.place
+    if not inside or not birth.inputs or place is None:
+        return None
+    shape, dtype = birth.inputs[0]
+    behind = _statement(scene, alike).partition(place.expression)[2] if place.expression else ""
+    first = _FIRST_ONES.match(behind) is not None
+    smallest = "" if "descending" in place.expression else "with `largest=False` "
+    remedy = f"Only the first ones are read: {smallest}`topk` makes no others."
+    if not first:
+        rows = "; else sort some of the rows at a time" if len(shape) > 1 else ""
+        remedy = f"Where only the first ones are wanted, {smallest}`topk` makes no others{rows}."
+    if not _SORTS.search(place.expression):
+        remedy = "A sample of the numbers takes less, and gives an estimate."
+    return Cause(
+        "sorted",
+        f"{made_by(scene, alike)} takes {human(alike.bytes)} to sort {human(bytes_of(shape, dtype))}: the order, an index of 8 "
+        "bytes for each number, and its own copies of both.",
+        remedy,
+        alike.bytes,
+        describes=not first,
+    )
+
+
+def _unit_matrix(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    later = ((event, birth) for event, birth in scene.births if event > alike.event and not birth.node)
+    event, reader = next((one for one in later if alike.shape in (shape for shape, _ in one[1].inputs)), (0, None))
+    if reader is None or reader.kernel not in _ROWS or _FEW * prod(reader.shape or ()) > prod(alike.shape):
+        return None
+    rows, classes = prod(reader.shape or ()) // alike.shape[-1], alike.shape[-1]
+    return Cause(
+        "unit_matrix",
+        f"{made_by(scene, alike)} makes a unit matrix, {shape_words(alike.shape)}, of which {of_birth(scene, event, reader)} "
+        f"takes {rows:,} rows: {human(alike.bytes)}.",
+        f"`F.one_hot(numbers, {classes})` makes these rows alone; `F.cross_entropy` takes the class numbers as they are.",
+        alike.bytes,
+    )
+
+
+def _spectrum(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    birth, place = alike.birth, alike.birth.place
+    written = _FULL_SPECTRUM.search(place.expression) if place is not None else None
+    # (Which real numbers are made complex first, or by the same kernel.)
+    real = birth.kernel == "_fft_r2c" or any(
+        one.place == place and one.dtype == birth.dtype and one.inputs and one.inputs[0][1] in ("float32", "float64")
+        for one in scene.recording.logs[scene.device].births.values()
+    )
+    if written is None or not real or not birth.inputs or birth.inputs[0][0] != birth.shape:
+        return None
+    half = (*alike.shape[:-1], alike.shape[-1] // 2 + 1)
+    return Cause(
+        "both_halves",
+        f"{made_by(scene, alike)} makes the whole spectrum of real numbers, {shape_words(alike.shape)} in {birth.dtype}, of "
+        f"which one half mirrors the other: {human(alike.bytes)}.",
+        f"`torch.fft.r{written[1]}` makes one half, {shape_words(half)}.",
+        alike.bytes,
+        describes=True,
+    )
+
+
+def _statement(scene: Scene, alike: Alike) -> str:
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
+    return facts.statement if facts is not None else ""
+
+
+def _blocks(scene: Scene, alike: Alike, _: bool) -> Cause:
+    multiplied = taken_in_by(scene, alike, PRODUCTS.__contains__)
+    remedy = "Keep the blocks in a list, or stacked where they have one size."
+    if multiplied:
+        remedy = f"{multiplied} needs none of the zeros: `torch.bmm(torch.stack(blocks), ...)`, or one block at a time."
+    return Cause(
+        "block_diagonal",
+        f"{made_by(scene, alike)} makes {shape_words(alike.shape)}, zeros but for the blocks on its diagonal: "
+        f"{human(alike.bytes)}.",
+        remedy,
+        alike.bytes,
+    )
+
+
+_KINDS = {"sort": _sorted, "eye": _unit_matrix, "_fft_c2c": _spectrum, "_fft_r2c": _spectrum, "block_diag": _blocks}
