@@ -69,7 +69,7 @@ def _turns(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allo
     for one in scene.living_in(min(begin, scene.moment), "activations"):
         if one.freed is None or not begin <= one.freed <= end:
             continue
-        row = next((point for point, start, stop in scene.statements if start <= one.born < stop), None)
+        row = scene.tensors.statement_at(one.born) if scene.tensors is not None else None
         if row is not None and row.iteration:
             made[row.iteration].append(one)
             lines[row.line] += one.size
