@@ -15,6 +15,9 @@ import gc
 import importlib
 import io
 import json
+
+# (It starts processes with the Python that is `sys.executable` when it is loaded, and hands them pipes, which a fork has not.)
+import multiprocessing.spawn  # noqa: F401
 import os
 import runpy
 import selectors
