@@ -115,8 +115,6 @@ def test_pairs_have_another_way_that_is_the_same(cell: str, better: str, said: s
     report = measured(PAIRS, cell)
     assert any(said in cause.remedy for cause in report.causes), report.causes
     assert measured(PAIRS, better).peak.allocated < report.peak.allocated / 2
-    # Half of what is paired has a quarter of the pairs: no figure of a batch says so.
-    assert "whole_batch" not in names(report)
 
 
 def test_what_is_joined_with_something_else_is_not_all_pairs() -> None:

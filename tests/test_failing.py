@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hostile_snapshots import recording
 
-from gpumem_magic.files.failing import place_of
+from gpumem_magic.attribution.places import place_in_program
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.user_report import load
 
@@ -34,7 +34,7 @@ GATHER = Frame("/env/lib/python3.11/site-packages/torch/nn/parallel/scatter_gath
     ],
 )
 def test_the_place(frames: tuple[Frame, ...], words: str) -> None:
-    assert place_of(frames) == words
+    assert place_in_program(frames) == words
 
 
 def failing(frames: list[Frame], *, expandable: bool = False) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from math import isqrt
 
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.places import quoted
@@ -179,26 +178,29 @@ class Batch:
         self._weights |= {one.shape for one in scene.held if one.kind == "buffer"}
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
-        few = 0
+        seconds: dict[int, int] = {}
         # What was there before the recording has no birth.
         seen = {one.address: one.shape for one in scene.held if one.kind == "tensor"}
         for one in scene.timeline.live_at(scene.moment):
+            birth = self.births.get(one.born)
             shape = seen.get(one.address, ()) if one.born < 0 else ()
-            rows = shape[0] if shape else self._rows(self.births.get(one.born))
+            rows = shape[0] if shape else self._rows(birth)
             rows = rows if self._may_be(one) else 0
-            if 0 < rows < _LEAST and self._is(one, "inputs"):
-                few += one.size
-            if rows >= _LEAST:
-                (inputs if self._is(one, "inputs") else sizes)[rows] += one.size
-        # (What steps are taken from has their number first, which nothing has that is made of one.)
-        inputs = Counter({rows: size for rows, size in inputs.items() if rows in sizes or not sizes})
+            if rows < _LEAST:
+                continue
+            if not self._is(one, "inputs"):
+                sizes[rows] += one.size
+                continue
+            inputs[rows] += one.size
+            shape = shape or (birth.shape if birth is not None else None) or ()
+            seconds[rows] = shape[1] if len(shape) > 1 else 0
+        for rows, second in seconds.items():
+            # What steps are taken from, one after the other, has their number first, and then the items'.
+            if rows not in sizes and second in sizes:
+                inputs[second] += inputs.pop(rows)
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
         likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
         self.items = max(likely, key=lambda items: (inputs or sizes)[items], default=0)
-        # Few large items: rows of theirs are no batch. Nor are all pairs of something's rows.
-        side = isqrt(self.items)
-        of_pairs = side**2 == self.items and any(one.shape[:1] == (side,) for one in scene.held)
-        self.items = 0 if of_pairs or 2 * few > sum(inputs.values()) + few else self.items
 
     def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
         known, shapeless = [], []
@@ -213,13 +215,9 @@ class Batch:
         return known + [one for one in shapeless if one.size in sizes]
 
     def has(self, birth: Birth | None) -> bool:
-        """Whether what was made so has the batch's items in its first dimension, or multiples of them: but for all pairs of them,
-        of which half the items have a quarter."""
+        """Whether what was made so has the batch's items in its first dimension, or multiples of them."""
         rows = self._rows(birth)
-        is_of_pairs = birth is not None and (
-            rows == self.items**2 or (birth.shape or ())[:2] == (self.items, self.items)
-        )
-        return rows > 0 < self.items and rows % self.items == 0 and not is_of_pairs
+        return rows > 0 < self.items and rows % self.items == 0
 
     def _is_set_of_data(self, one: Allocation) -> bool:
         """Whether it is what batches are taken from, of which there is as much whatever their size: it came as it is, with more
