@@ -105,6 +105,13 @@ def made_of_it(scene: Scene, alike: Alike) -> list[Birth]:
     ]
 
 
+def statement_of(scene: Scene, alike: Alike) -> str:
+    """The statement that made it, as it is written; "" where that is not known."""
+    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
+    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
+    return facts.statement if facts is not None else ""
+
+
 def numbers_alive(scene: Scene, count: int) -> int:
     """The bytes of all that is alive and has as many numbers, whatever views they are."""
     return sum(size for _, size, birth in _alive(scene) if prod(birth.shape or ()) == count)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from gpumem_magic.causes.alike import Alike, bytes_of, made_by, of_birth, taken_in_by
+from gpumem_magic.causes.alike import Alike, bytes_of, made_by, of_birth, statement_of, taken_in_by
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.devices.base import Birth
@@ -55,7 +55,7 @@ def _sorted(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
     if not inside or not birth.inputs or place is None:
         return None
     shape, dtype = birth.inputs[0]
-    behind = _statement(scene, alike).partition(place.expression)[2] if place.expression else ""
+    behind = statement_of(scene, alike).partition(place.expression)[2] if place.expression else ""
     first = _FIRST_ONES.match(behind) is not None
     smallest = "" if "descending" in place.expression else "with `largest=False` "
     remedy = f"Only the first ones are read: {smallest}`topk` makes no others."
@@ -108,12 +108,6 @@ def _spectrum(scene: Scene, alike: Alike, _: bool) -> Cause | None:
         alike.bytes,
         describes=True,
     )
-
-
-def _statement(scene: Scene, alike: Alike) -> str:
-    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
-    facts = scene.tensors.facts(one) if scene.tensors is not None and one is not None else None
-    return facts.statement if facts is not None else ""
 
 
 def _blocks(scene: Scene, alike: Alike, _: bool) -> Cause:

@@ -18,6 +18,7 @@ from gpumem_magic.causes.alike import (
     of_birth,
     reader_of_a_view,
     size_words,
+    statement_of,
     taken_in_by,
 )
 from gpumem_magic.causes.model import WORTH, Scene
@@ -319,9 +320,7 @@ def _index_of(scene: Scene, alike: Alike) -> str:
 
 def _calls_with(scene: Scene, alike: Alike, called: Sequence[str]) -> list[Written]:
     """The statements with a call of one of these that mention the variable that it is made for."""
-    one = next((each for each in scene.timeline.allocations if each.born == alike.event), None)
-    statement = scene.tensors.facts(one).statement if scene.tensors is not None and one is not None else ""
-    name, equals, _ = statement.strip().partition(" = ")
+    name, equals, _ = statement_of(scene, alike).strip().partition(" = ")
     if not equals or not name.isidentifier():
         return []
     taken = re.compile(rf"\b{name}\b")
