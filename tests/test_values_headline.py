@@ -142,7 +142,7 @@ def test_a_loop_that_goes_by_a_stand_in_is_said_first() -> None:
             loss = unknown().square().mean()
             if loss.item() < 0.97:
                 break
-    assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU: it goes by a value")
+    assert measured.report.answer.startswith("On a real GPU a loop may end earlier or later: this depends on a value")
 
 
 def test_where_all_iterations_are_alike_how_many_there_are_is_said_behind_the_answer() -> None:
@@ -157,9 +157,9 @@ def test_where_all_iterations_are_alike_how_many_there_are_is_said_behind_the_an
             optimizer.zero_grad()
             if loss.item() < 0.01:
                 break
-    first, _, doubt = measured.report.answer.partition(" A loop may have ended earlier or later than on a GPU: ")
+    first, _, doubt = measured.report.answer.partition(" On a real GPU a loop may end earlier or later: ")
     assert first.startswith("Nothing piles up: ")
-    assert doubt.startswith("it goes by a value")
+    assert doubt.startswith("this depends on a value")
 
 
 def test_a_number_that_is_only_printed_decides_nothing() -> None:
@@ -389,7 +389,7 @@ def test_an_if_that_only_words_a_value_is_none_unless_a_subclass_does_more(
     exec(further, names)
     with gpumem_magic.measure(device="T4") as measured:
         names["Screen"]().tell(unknown().sum())
-    assert ("An `if` may go the other way" in measured.report.answer) is chooses
+    assert ("an `if` may go the other way" in measured.report.answer) is chooses
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 a frame knows its line only")
@@ -414,7 +414,7 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "program.py"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ("An `if` may go the other way" in done.stderr) is chooses, done.stderr
+    assert ("an `if` may go the other way" in done.stderr) is chooses, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -512,10 +512,11 @@ def test_other_lines_that_are_printed_are_said_behind_the_answer(tmp_path: Path)
     code = "before = x.clone()\nx.add_(1)\nif not (before == x).all():\n    print('changed')\n"
     first = run(tmp_path, code)
     assert (
-        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in first
+        "On a real GPU the program may print something else: this depends on a value that the virtual GPU does not know"
+        in first
     )
     assert "read at `program.py:3`" in first
-    assert not first.startswith("The program may")
+    assert not first.startswith("On a real GPU")
     assert "may print" not in run(tmp_path, "y = x.sum().item()\nif len(x) > 1:\n    print(y)\n")
 
 
@@ -525,7 +526,8 @@ def test_a_text_of_drawn_tokens_is_said_behind_the_answer(tmp_path: Path) -> Non
     first = run(tmp_path, code, letters=letters)
     assert first.startswith("Of ")
     assert (
-        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in first
+        "On a real GPU the program may print something else: this depends on a value that the virtual GPU does not know"
+        in first
     )
     assert "read at `program.py:1`" in first
     # One number is a number; tokens from the host are known.
@@ -629,7 +631,7 @@ def test_a_check_is_said_behind_the_answer(tmp_path: Path) -> None:
     assert not chooses_a_way(str(place), 3)
     first = run(tmp_path, code, step=torch.exp)
     assert first.startswith("Of ")
-    assert "A check for numbers that are not finite may find some on a GPU: it goes by a value that the" in first
+    assert "On a real GPU a check may find numbers that are not finite: this depends on a value that the" in first
     assert "read at `program.py:3`" in first
     place.write_text("if torch.isnan(norm):\n    raise ValueError\n", "utf-8")
     assert not checks_for_none(str(place), 1)
@@ -640,7 +642,7 @@ def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:
         if unknown().sum() > 2.0:
             unknown(1 << 20)
     assert measured.report.answer.startswith(
-        "An `if` may go the other way on a GPU: it goes by a value that the virtual GPU"
+        "On a real GPU an `if` may go the other way: this depends on a value that the virtual GPU"
     )
 
 
@@ -713,7 +715,9 @@ def test_an_error_that_was_caught_is_said_first(tmp_path: Path) -> None:
         y = step({limit})
     """
     first = run(tmp_path, code.format(limit=9))
-    assert first.startswith("An error that the program caught may not come on a GPU: it goes back to a value that")
+    assert first.startswith(
+        "On a real GPU the error that the program caught may not come: this depends on a value that"
+    )
     assert "read at `program.py:4`" in first
     assert "error" not in run(tmp_path, code.format(limit=-9))
 
@@ -724,7 +728,7 @@ def test_what_a_library_compares_decides_nothing_but_an_error(tmp_path: Path) ->
     assert "does not know" not in run(tmp_path, made + "traced = torch.jit.trace(net, x)\nout = traced(x)")
     # What the program does with a comparison of its own is another matter.
     code = "same = torch.allclose(x, net(x))\nchosen = net if same else other\nout = chosen(x)"
-    assert "Another object" in run(tmp_path, made + code)
+    assert "another object" in run(tmp_path, made + code)
 
 
 def test_a_module_that_was_on_the_device_is_no_value_that_nobody_knows(tmp_path: Path) -> None:
@@ -740,7 +744,7 @@ def test_a_module_that_was_on_the_device_is_no_value_that_nobody_knows(tmp_path:
 def test_an_if_that_gives_a_name_one_of_two_objects_is_an_if(tmp_path: Path) -> None:
     made = "net, other = torch.nn.Linear(8, 8).cuda(), torch.nn.ReLU()\nx = torch.randn(4, 8, device='cuda')\n"
     code = "same = torch.allclose(x, net(x))\nif same:\n    chosen = net\nelse:\n    chosen = other\nout = chosen(x)"
-    assert "An `if` may go the other way" in run(tmp_path, made + code)
+    assert "an `if` may go the other way" in run(tmp_path, made + code)
 
 
 def test_in_a_cell_no_operator_is_needed_for_that() -> None:
@@ -759,7 +763,7 @@ def test_in_a_cell_no_operator_is_needed_for_that() -> None:
         first = gpumem_magic.last_report().answer
         shell.run_line_magic("unload_ext", "gpumem_magic")
         assert shell.user_ns["y"] is None
-    assert first.startswith("An error that the program caught may not come on a GPU")
+    assert first.startswith("On a real GPU the error that the program caught may not come")
     assert "read at line 4" in first
 
 
@@ -771,10 +775,14 @@ def test_a_size_of_a_stand_in_is_said_first(tmp_path: Path) -> None:
             pass
     """
     first = run(tmp_path, code)
-    assert first.startswith("A loop may have ended earlier or later than on a GPU, and sizes may be others: they go by")
-    assert "read at `program.py:4` and 1 more;" in first
+    assert first.startswith(
+        "On a real GPU a loop may end earlier or later and a size may be different: this depends on values"
+    )
+    assert "read at `program.py:4` and at 1 other line;" in first
     first = run(tmp_path, code.partition("while")[0])
-    assert first.startswith("A size may be another on a GPU: it is made of a value that the virtual GPU does not know")
+    assert first.startswith(
+        "On a real GPU a size may be different: this depends on a value that the virtual GPU does not know"
+    )
 
 
 def test_sizes_without_a_largest_one_are_not_called_the_largest() -> None:
@@ -793,7 +801,7 @@ def test_what_a_value_decides_is_looked_for_in_the_callers_files(tmp_path: Path)
     with gpumem_magic.measure(device="T4") as measured:
         names = {"loss": library["loss"], "x": unknown(), "__name__": "fit"}
         exec(compile(place.read_text("utf-8"), str(place), "exec"), names)
-    assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU")
+    assert measured.report.answer.startswith("On a real GPU a loop may end earlier or later")
     assert "read at `loss_of.py:2`" in measured.report.answer
 
 
@@ -801,7 +809,7 @@ def test_a_schedule_that_goes_by_a_loss_is_said_first() -> None:
     with gpumem_magic.measure(device="T4") as measured:
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([unknown()]))
         schedule.step(unknown().sum())
-    assert measured.report.answer.startswith("An `if` may go the other way on a GPU")
+    assert measured.report.answer.startswith("On a real GPU an `if` may go the other way")
 
 
 def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
@@ -809,7 +817,7 @@ def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
         rows = unknown()
         some = rows[rows[:, 0] > 0.5]
     assert len(some) == 150
-    before, doubt, place = measured.report.answer.partition("A selection may have another size on a GPU: ")
+    before, doubt, place = measured.report.answer.partition("On a real GPU a selection may have another size: ")
     assert before.startswith("Of 5")
     assert doubt
     assert re.search(r"read at `test_values_headline\.py:\d+`", place)
@@ -817,7 +825,7 @@ def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
         rows = unknown()
         while len(rows) > 9:
             rows = rows[rows[:, 0] > 0.5][:-30]
-    assert measured.report.answer.startswith("A loop may have ended earlier or later than on a GPU")
+    assert measured.report.answer.startswith("On a real GPU a loop may end earlier or later")
 
 
 def _scaled(steps: int) -> tuple[int, str, list[str]]:
@@ -845,8 +853,8 @@ def test_steps_that_a_scaler_may_skip_are_said_behind_the_answer() -> None:
     states, answer, decides = _scaled(3)
     assert (states, decides) == (2, ["step"])
     before, doubt, place = answer.partition(
-        "An optimizer's step may be skipped on a GPU, and its state come later: `GradScaler` goes by a value that the virtual "
-        "GPU does not know, read at "
+        "On a real GPU `GradScaler` may skip a step of the optimizer, whose state then comes later: this depends on a value "
+        "that the virtual GPU does not know, read at "
     )
     assert before
     assert doubt
@@ -867,7 +875,7 @@ def test_what_a_library_writes_down_decides_nothing(tmp_path: Path, library: str
         "def add(x):\n    n = int(x.sum().item())\n    return [0] * n, range(n), np_slice[:n]\nnp_slice = [1, 2]\n"
     )
     answer = run(tmp_path, code, logging=place.read_text("utf-8"), logged_in=str(place))
-    assert ("A size may be another" in answer or "selection" in answer) is said
+    assert ("a size may be different" in answer or "selection" in answer) is said
 
 
 def test_no_loop_ends_by_the_seed_that_a_loader_draws(tmp_path: Path) -> None:
@@ -882,7 +890,7 @@ def test_no_loop_ends_by_the_seed_that_a_loader_draws(tmp_path: Path) -> None:
                 if number % 500 == 499: break
     """
     assert "loop" not in run(tmp_path, code)
-    assert "A loop may have ended" in run(tmp_path, f"{code.rstrip()}\n                if x.sum() > 3: break")
+    assert "a loop may end" in run(tmp_path, f"{code.rstrip()}\n                if x.sum() > 3: break")
 
 
 def test_a_wait_that_never_ends_is_said_once(tmp_path: Path) -> None:
@@ -970,7 +978,7 @@ def test_a_way_that_torchscript_goes_by_a_stand_in_is_said_first() -> None:
     for one in (lambda x: scripted[0](x, 3), scripted[1], scripted[2]):
         with gpumem_magic.measure(device="T4") as measured:
             one(unknown())
-        assert measured.report.answer.startswith("An `if` may go the other way on a GPU: it goes by a value")
+        assert measured.report.answer.startswith("On a real GPU an `if` may go the other way: this depends on a value")
     # What decides nothing, and what the program reads of the result.
     adds = torch.jit.script(_Adds())
     with gpumem_magic.measure(device="T4") as measured:
@@ -998,7 +1006,7 @@ def test_the_larger_of_a_stand_in_and_a_number_is_said_to_make_a_size() -> None:
         most = unknown().long().max()
         made = torch.zeros(max(most, 20), 4, device="cuda")
         del made
-    assert measured.report.answer.startswith("A size may be another on a GPU: it is made of a value")
+    assert measured.report.answer.startswith("On a real GPU a size may be different: this depends on a value")
 
 
 @pytest.mark.parametrize(
@@ -1018,9 +1026,7 @@ def test_a_solver_goes_by_what_the_programs_function_gives(
     with gpumem_magic.measure(device="T4") as measured:
         ends = library.solve(right_side, np.ones(4, np.float32))
     assert len(ends) == 3
-    words = (
-        "A loop may have ended earlier or later than on a GPU: it goes by a value that the virtual GPU does not know"
-    )
+    words = "On a real GPU a loop may end earlier or later: this depends on a value that the virtual GPU does not know"
     assert measured.report.answer.startswith(words) is said
 
 
@@ -1048,9 +1054,10 @@ def test_a_name_that_is_looked_up_by_a_stand_in_and_printed_is_another_on_a_gpu(
     said = " ".join(done.stderr.split())
     assert done.returncode == 0, done.stderr
     assert (
-        "The program may print something else on a GPU: it goes by a value that the virtual GPU does not know" in said
+        "On a real GPU the program may print something else: this depends on a value that the virtual GPU does not know"
+        in said
     )
-    assert "A loop may" not in said
+    assert "a loop may" not in said
 
 
 def test_what_is_only_looked_up_says_nothing(tmp_path: Path) -> None:

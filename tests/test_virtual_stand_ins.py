@@ -241,7 +241,7 @@ def test_what_a_large_mask_of_a_diagonal_selects_is_no_guess() -> None:
         gpu.turn_off()
         with gpumem_magic.measure(device="T4") as measured:
             unknown(700, 700)[mask(torch.eye(700, dtype=torch.bool, device="cuda"))].sum()
-        assert ("A selection may have another size" in measured.report.answer) is guessed
+        assert ("a selection may have another size" in measured.report.answer) is guessed
 
 
 def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> None:

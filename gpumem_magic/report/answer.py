@@ -15,7 +15,7 @@ from gpumem_magic.report.failure import error_in_words, failed_request, failed_r
 from gpumem_magic.report.filling import MOST, in_words
 from gpumem_magic.report.model import LABELS, OUTSIDE_CATEGORIES, Cause, Peak, ReportData, Row
 from gpumem_magic.report.tensors import all_groups
-from gpumem_magic.units import MIB, amount, shape_words, spans
+from gpumem_magic.units import MIB, amount, counted, listed, shape_words, spans
 
 # So many groups are told where a sentence says what to do, which is not to be buried.
 _MOST_BEFORE_ADVICE = 2
@@ -36,30 +36,20 @@ _BEFORE_ALL = (_SOUND, "caught_shortage")
 # What these say of each iteration is so however many there are.
 _OF_EACH = frozenset({"growth", "kept_graphs"})
 _REAL = "`%gpumem_device NAME,values=real` computes values"
-# What a value that nobody knows may have done, the graver first; and the same behind another.
+# What a value that nobody knows may have done, the graver first.
 _DOUBTS = {
-    "except": ("An error that the program caught may not come on a GPU", "it goes back to"),
-    "loop": ("A loop may have ended earlier or later than on a GPU", "it goes by"),
-    "size": ("A size may be another on a GPU", "it is made of"),
-    "branch": ("An `if` may go the other way on a GPU", "it goes by"),
-    "choice": ("Another object may be chosen on a GPU", "it goes by"),
-    "selection": ("A selection may have another size on a GPU", "it goes by"),
-    "check": ("A check for numbers that are not finite may find some on a GPU", "it goes by"),
-    "step": ("An optimizer's step may be skipped on a GPU, and its state come later", "`GradScaler` goes by"),
-    "text": ("The program may print something else on a GPU", "it goes by"),
+    "except": "the error that the program caught may not come",
+    "loop": "a loop may end earlier or later",
+    "size": "a size may be different",
+    "branch": "an `if` may go the other way",
+    "choice": "another object may be chosen",
+    "selection": "a selection may have another size",
+    "check": "a check may find numbers that are not finite",
+    "step": "`GradScaler` may skip a step of the optimizer, whose state then comes later",
+    "text": "the program may print something else",
 }
 # The program's way is the same, as far as these tell.
 _MILD = frozenset({"selection", "check", "step", "text"})
-_ALSO = {
-    "loop": "and a loop end earlier or later",
-    "size": "and sizes may be others",
-    "branch": "and an `if` may go the other way",
-    "choice": "and another object be chosen",
-    "selection": "and a selection may have another size",
-    "check": "and a check may find numbers that are not finite",
-    "step": "and an optimizer's step be skipped",
-    "text": "and what is printed be something else",
-}
 # Where a program failed for another reason, less than this is no matter: PyTorch's allocator takes as much at a time from the
 # device (kLargeBuffer, c10/cuda/CUDACachingAllocator.cpp).
 _TAKEN_AT_ONCE = 20 * MIB
@@ -93,13 +83,15 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     kinds = [kind for kind in _DOUBTS if any(one.decides == kind for one in deciding)]
     if not kinds:
         return "", False
-    first, *others = kinds
-    said, how = _DOUBTS[first]
-    said += "".join(f", {_ALSO[kind]}" for kind in others)
-    more = f" and {len(deciding) - 1} more" if len(deciding) > 1 else ""
-    place = _read_at(next(one for one in deciding if one.decides == first))
-    why = f"{'they go by' if others else how} {'values' if more else 'a value'} that the virtual GPU does not know"
-    doubt = f"{said}: {why}, read at {place}{more}; {_REAL}."
+    told = [kind for kind in kinds if not (kind == "selection" and "size" in kinds)]
+    place = _read_at(next(one for one in deciding if one.decides == kinds[0]))
+    values = "a value"
+    if len(deciding) > 1:
+        values, place = "values", f"{place} and at {counted(len(deciding) - 1, 'other line')}"
+    doubt = (
+        f"On a real GPU {listed([_DOUBTS[kind] for kind in told])}: this depends on {values} that the virtual GPU does not know, "
+        f"read at {place}; {_REAL}."
+    )
     causes = [cause.name for cause in report.shown_causes]
     mild = _MILD | {"loop"} if _SOUND in causes or _OF_EACH.intersection(causes[:1]) else _MILD
     return doubt, not mild.issuperset(kinds)
