@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -83,3 +84,13 @@ def test_how_true_says_what_the_tables_have(kept_rows: ModuleType) -> None:
     agree = sum(row["matched"] == "100.00 %" for row in own)
     assert f"| {agree} of {len(own)} the same |" in page
     assert f"{agree} of {len(own)} are predicted in every allocation" in page
+
+
+def test_what_was_tried_says_how_the_situations_are_graded() -> None:
+    kept = json.loads((ROOT / "benchmarks" / "situations" / "scores.json").read_text(encoding="utf-8"))
+    number = Counter(kept.values())
+    page = (ROOT / "docs" / "tried.md").read_text(encoding="utf-8")
+    grades = f"{number['full']} full, {number['right']} right, {number['partly']} partly"
+    assert f"{len(kept)} situations: {grades} |" in page
+    assert f"of {len(kept)}, {number['full']} are full, {number['right']} right, {number['partly']} say a part" in page
+    assert number.total() == number["full"] + number["right"] + number["partly"]
