@@ -623,6 +623,20 @@ def test_the_best_of_several_is_chosen_without_graphs() -> None:
         assert cause.remedy.startswith("Choose inside `with torch.no_grad():`")
 
 
+def test_an_evaluation_after_training_chooses_nothing() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = net(1024)\n"
+            "    def forward(self, x):\n        return self.body(x)\n"
+            "model = Net().cuda()\nx = torch.zeros(16384, 1024, device='cuda')"
+        )
+        report = book.measured(
+            "for part in x.split(4096):\n    model(part).mean().backward()\nright = model(x).argmax(1).sum()"
+        )
+        (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
+        assert cause.remedy.startswith("Run it inside `with torch.no_grad():`"), cause.remedy
+
+
 def test_a_sum_over_all_pairs_products_is_a_product_of_matrices() -> None:
     with notebook("T4") as book:
         book.cell("a, b = torch.zeros(1024, 256, device='cuda'), torch.zeros(2048, 256, device='cuda')")

@@ -244,6 +244,18 @@ def test_what_a_large_mask_of_a_diagonal_selects_is_no_guess() -> None:
         assert ("a selection may have another size" in measured.report.answer) is guessed
 
 
+def test_what_a_product_puts_in_order_before_it_multiplies_is_no_selection_of_the_programs() -> None:
+    for shown, said in (("", False), ("a.coalesce().values()", True)):
+        gpu.turn_off()
+        with gpumem_magic.measure(device="T4") as measured:
+            places = torch.tensor([[0, 1, 1, 2], [1, 0, 2, 2]])
+            a = torch.sparse_coo_tensor(places, torch.ones(4), (3, 3)).to("cuda")
+            w = torch.ones(3, 5, device="cuda", requires_grad=True)
+            torch.spmm(a, w).sum().backward()
+            eval(shown or "None")
+        assert ("a selection may have another size" in measured.report.answer) is said, measured.report.answer
+
+
 def test_what_a_program_marks_is_forgotten_when_it_writes_something_else() -> None:
     for write in (
         lambda mask: mask.copy_(unknown(2000)),

@@ -110,18 +110,26 @@ def _only_compared_with(statement: str, called: str) -> set[str]:
 
 
 def _goes_backward_elsewhere(scene: Scene, unused: Sequence[Allocation]) -> bool:
-    """Whether a backward goes through what the same places made in another iteration: the best of several, say."""
+    """Whether a backward goes through what the same statement made at the same places in another iteration: the best of several,
+    say."""
     births = scene.recording.logs[scene.device].births
     places = {birth.place for one in unused if (birth := births.get(one.born)) is not None}
+    lines = {_line_of(scene, one) for one in unused}
     backwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD)]
     return any(
         birth.place in places
         and one.freed is not None
         and scene.labels[one.index].category == "activations"
+        and _line_of(scene, one) in lines
         and any(begin <= one.freed <= end for begin, end in backwards)
         for one in scene.timeline.allocations
         if (birth := births.get(one.born)) is not None
     )
+
+
+def _line_of(scene: Scene, one: Allocation) -> int:
+    row = None if scene.tensors is None else scene.tensors.statement_at(one.born)
+    return 0 if row is None else row.line
 
 
 def _saved_in_vain(scene: Scene) -> list[list[Allocation]]:

@@ -90,9 +90,9 @@ class ComputingEngine(Engine):
         """Whether ``tensor[index] = value`` is done by now, for an index without lists."""
         return False
 
-    def selected(self, operator: str, largest: int, likely: int | None = None) -> int:
+    def selected(self, operator: str, largest: int, likely: int | None = None, inside: bool = False) -> int:
         if self._ahead is None:
-            return super().selected(operator, largest, likely)
+            return super().selected(operator, largest, likely, inside)
         first = next(leaf for leaf in leaves(self._ahead[1]) if isinstance(leaf, torch.Tensor))
         if first.layout is not torch.strided:
             return int(first._nnz())

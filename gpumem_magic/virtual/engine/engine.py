@@ -954,11 +954,12 @@ class Engine:
         """Which share of a mask's elements is taken to be true (`shares`); None where nothing says so."""
         return None
 
-    def selected(self, operator: str, largest: int, likely: int | None = None) -> int:
+    def selected(self, operator: str, largest: int, likely: int | None = None, inside: bool = False) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or as are likely, or
-        the most."""
+        the most. inside: of another operator, whose results have their sizes whatever is selected."""
         said = supplied.count_for(largest, users_line)
-        self.count_stand_in(by_user=said is not None, sized=True)
+        if not inside:
+            self.count_stand_in(by_user=said is not None, sized=True)
         if said is not None:
             return said
         count = largest if likely is None else likely

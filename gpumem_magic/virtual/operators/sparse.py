@@ -307,12 +307,12 @@ def _summed(engine: Engine, left: Any, right: Any, factor: Any, dtype: torch.dty
         made = join(indices, values, left.shape, False)
         del indices, values
         if dtype != common:
-            made = _coalesce(engine, _aten._coalesce.default, (made,), {}, device)
+            made = _in_order(engine, made, device)
             ordered = parts(engine, made)
             made = join(ordered.indices, ordered.values.to(dtype), left.shape, False)
             del ordered
         if parts(engine, made).elements > left.numel():
-            made = _coalesce(engine, _aten._coalesce.default, (made,), {}, device)
+            made = _in_order(engine, made, device)
         engine.table.drain()
     return made
 
@@ -363,12 +363,15 @@ def _with_a_dimension(engine: Engine, func: Any, args: Any, kwargs: Any, device:
 
 @_sparse(_aten._coalesce.default)
 def _coalesce(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    return _in_order(engine, args[0], device)
+
+
+def _in_order(engine: Engine, source: Any, device: int, inside: bool = False) -> Any:
     """Elements are sorted by their places' numbers, and those of one place summed up (``SparseCUDATensor.cu``)."""
-    source = args[0]
     old = parts(engine, source)
     if old.elements < 2:
         return source._coalesced_(True)
-    count = min(engine.selected("coalesce", old.elements), _places(source.shape, old.dims))
+    count = min(engine.selected("coalesce", old.elements, inside=inside), _places(source.shape, old.dims))
     listed, cub = old.elements * _INDEX_BYTES, cub_of(engine, device)
     numbers = _placed(engine, (old.elements,), torch.int64, device)
     # Where each stood, and where each place begins.
@@ -410,9 +413,9 @@ def _spread(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         return join(indices, values, shape, source.is_coalesced() and is_in_order)
 
 
-def coalesced(engine: Engine, tensor: Any, device: int) -> Any:
-    """The tensor, or another with its elements in order."""
-    return tensor if tensor.is_coalesced() else _coalesce(engine, _aten._coalesce.default, (tensor,), {}, device)
+def coalesced(engine: Engine, tensor: Any, device: int, inside: bool = False) -> Any:
+    """The tensor, or another with its elements in order. inside: see `Engine.selected`."""
+    return tensor if tensor.is_coalesced() else _in_order(engine, tensor, device, inside)
 
 
 @_sparse(_aten.cat.default)
@@ -558,7 +561,7 @@ def _product_with_dense(engine: Engine, left: Any, shape: tuple[int, ...], devic
     """
     added = None if adds else _dense(engine, shape, left.dtype, device)
     result = _dense(engine, shape, left.dtype, device)
-    ordered = coalesced(engine, left, device)
+    ordered = coalesced(engine, left, device, inside=True)
     elements = parts(engine, ordered).elements
     # Rows in compressed form, from numbers of 32 bits; columns likewise; and the result by columns.
     with engine.scratch(device, 4 * (left.shape[0] + 1)):
@@ -607,7 +610,7 @@ def _sum_of_dims(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     inner = [size for dim, size in enumerate(source.shape) if dim >= old.dims and dim not in dims]
     values = _placed(engine, (old.elements, *inner), source.dtype, device)
     indices = _placed(engine, (left, old.elements), torch.int64, device)
-    found = _coalesce(engine, _aten._coalesce.default, (join(indices, values, shape, False),), {}, device)
+    found = _in_order(engine, join(indices, values, shape, False), device)
     # The function's own variables go last, the places first.
     del indices
     engine.table.drain()
