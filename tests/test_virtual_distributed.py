@@ -224,6 +224,19 @@ def test_batches_are_normalised_together() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+def test_no_word_of_a_device_that_pytorchs_log_does_not_know(capfd: pytest.CaptureFixture[str]) -> None:
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 4, device="cuda"))
+        for _ in range(2):
+            wrapped(torch.rand(2, 4, device="cuda")).sum().backward()
+    finally:
+        torch.set_warn_always(always)
+    assert "logger.cpp" not in capfd.readouterr().err
+    assert wrapped._get_ddp_logging_data()["world_size"] == 1
+
+
 def test_buckets_of_gradients_are_gradients() -> None:
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(40)]).cuda()
     with gpumem_magic.measure() as wrapping:

@@ -33,6 +33,7 @@ def install(patches: Patches, engine: Engine) -> None:
         with pushed(engine.mode):
             original_init(self, module, *args, **kwargs)
         self._gpumem_exchange = _Exchange(functools.partial(_averaged, self.process_group))
+        self.logger = _LoggerWithoutTimes(self.logger)
         if not self._comm_hooks:
             distributed._register_comm_hook(self.reducer, None, self._gpumem_exchange)
 
@@ -134,3 +135,18 @@ class _Exchange:
 
     def __call__(self, _: object, bucket: Any) -> Any:
         return self._hook(self._state, bucket)
+
+
+class _LoggerWithoutTimes:
+    """The reducer's log. Of a device that it does not know, `set_runtime_stats_and_log` (``logger.cpp``) only warns, on the
+    program's screen, that it takes no times.
+    """
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Takes no times."""
