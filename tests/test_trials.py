@@ -441,6 +441,11 @@ def test_an_error_that_is_not_about_memory_is_said_and_no_limit_is_claimed(book:
     assert found.largest is None
     assert str(found).startswith("Nothing can be said of n: n=3 raises KeyError")
     assert [one.values["n"] for one in found.trials] == [2, 1, 3]
+    # So it is on several cards.
+    book.cell("%%gpumem --fit n=1..64 --on T4,L4 -q -o found\nn = 3\nraise KeyError('no $n$')")
+    both = book.shell.user_ns["found"]
+    assert (both.largest, str(both).count("none on")) == ({"T4": None, "L4": None}, 0)
+    assert str(both).startswith("Nothing can be said of n: n=3 raises KeyError")
     # An error from some value on is a wall, too, of another kind.
     book.cell("%%gpumem --fit n=1..64 -q -o found\nn = 3\nx = torch.ones(n, device='cuda')\nassert n < 20, 'too many'")
     assert book.shell.user_ns["found"].largest == 19

@@ -114,7 +114,7 @@ class Fits:
         if best is None:
             lowest = _lowest(found)
             if lowest.ending == ERROR:
-                return f"Nothing can be said of {self.name}: {self._errors(found)}."
+                return self._nothing_known(found)
             words = f"Not even {self._told(lowest)} fits on {card}: it {failure_in_words(lowest)}."
             if self._subject == "cell" and lowest.before * _FEW_OF_IT >= lowest.capacity:
                 return f"{words} {human(lowest.before)} were in use before the cell began: `%gpumem_who` says by what."
@@ -127,6 +127,9 @@ class Fits:
             return f"{words}, {'the last value that was asked for' if at_end else 'and no larger one was run'}."
         gap = self._not_run(found)
         return f"{words}; {self._failing(found)}.{f' {gap}.' if gap else ''}"
+
+    def _nothing_known(self, found: SearchResult) -> str:
+        return f"Nothing can be said of {self.name}: {self._errors(found)}."
 
     def _not_run(self, found: SearchResult) -> str:
         """Which values between the largest that fits and the wall were left out; "" for none."""
@@ -233,6 +236,8 @@ class Fits:
         return said
 
     def _summary(self) -> str:
+        if all(one.ending == ERROR for one in self.trials):
+            return self._nothing_known(self.cases[0].found)
         parts = []
         for case in self.cases:
             best = self._best(case)
