@@ -164,6 +164,23 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", [torch.nn.GRUCell, torch.nn.LSTMCell])
+def test_cells_round_as_the_hosts_do(kind: Callable[..., torch.nn.Module]) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        cell = kind(30, 172).to(device)
+        x, state = (torch.randn(40, size).to(device) for size in (30, 172))
+        out = cell(x, state) if kind is torch.nn.GRUCell else sum(cell(x, (state, state)))
+        out.square().sum().backward()
+        return [one.detach().cpu() for one in (out, *(it.grad for it in cell.parameters()))]
+
+    expected = run("cpu")
+    gpu.turn_on("T4,values=real")
+    for ours, theirs in zip(run("cuda"), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_programs_print_what_they_print_on_the_host(
     program: Callable[[str], None], capsys: pytest.CaptureFixture[str]

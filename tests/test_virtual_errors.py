@@ -524,6 +524,14 @@ SHAPES: list[Callable[[str], Any]] = [
     lambda d: torch.stack([torch.zeros(3, 4, device=d), torch.zeros(3, device=d)]),
     lambda d: torch.zeros(3, 4, device=d).sum(5),
     lambda d: F.cross_entropy(torch.zeros(3, 4, device=d), torch.zeros(5, dtype=torch.long, device=d)),
+    lambda d: F.cross_entropy(torch.zeros(3, 4, device=d), torch.zeros(3, 2, device=d)),
+    lambda d: F.batch_norm(torch.zeros(3, 4, device=d), torch.zeros(5, device=d), torch.ones(5, device=d)),
+    lambda d: torch.zeros(3, 4, device=d)[torch.zeros(3, dtype=torch.long, device=d), torch.zeros(2, dtype=torch.long, device=d)],
+    lambda d: torch.zeros(3, 4, device=d).index_put(
+        (torch.zeros(3, dtype=torch.long, device=d), torch.zeros(2, dtype=torch.long, device=d)), torch.zeros((), device=d)
+    ),
+    lambda d: torch.zeros(3, 4, device=d).masked_select(torch.zeros(5, dtype=torch.bool, device=d)),
+    lambda d: torch.ops.aten.mse_loss(torch.zeros(3, 4, device=d), torch.zeros(5, device=d)),
 ]  # fmt: skip
 
 

@@ -221,7 +221,12 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
                 if weight.dtype != torch.float32:
                     raise RuntimeError("mixed dtype (CPU): expect parameter to have scalar type of Float")
                 raise RuntimeError(f"expected scalar type {names[0]} but found {names[1]}")
-    if func in _CLASSES and args[1].dtype not in (torch.int64, torch.uint8):
+    # (Shapes are checked first, by `nll_loss_forward` of ``LossNLL.cpp``.)
+    if (
+        func in _CLASSES
+        and args[1].dtype not in (torch.int64, torch.uint8)
+        and (func is _aten.nll_loss2d_forward.default or args[1].dim() < 2)
+    ):
         name = scalar_name(args[1].dtype)
         if func is _aten.nll_loss2d_forward.default:
             raise RuntimeError(f"expected scalar type Long but found {name}")
@@ -264,6 +269,25 @@ def refuse_other_types(first: Any, *others: Any) -> None:
     for one in others:
         if one.dtype != first.dtype:
             raise RuntimeError(f"Found dtype {scalar_name(one.dtype)} but expected {scalar_name(first.dtype)}")
+
+
+def together(*shapes: torch.Size) -> torch.Size:
+    """The shape of what is made of tensors with these shapes; where they do not go together, the error is that of C++
+    (`infer_size_impl` in ``ExpandUtils.cpp``), and not that of PyTorch's Python."""
+    try:
+        return torch.Size(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        dims = max(map(len, shapes))
+        first, *others = [[1] * (dims - len(shape)) + list(shape) for shape in shapes]
+        for other in others:
+            for dim in reversed(range(dims)):
+                if 1 not in (first[dim], other[dim]) and first[dim] != other[dim]:
+                    raise RuntimeError(
+                        f"The size of tensor a ({first[dim]}) must match the size of tensor b ({other[dim]}) at non-singleton "
+                        f"dimension {dim}"
+                    ) from None
+            first = [max(pair) if 0 not in pair else 0 for pair in zip(first, other, strict=True)]
+        raise
 
 
 def check_generator(generator: Any, kind: str) -> None:

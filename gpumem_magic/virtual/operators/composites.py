@@ -199,6 +199,10 @@ def batch_norm(
     """cuDNN takes a plain input, or one with its channels last, and keeps that for the gradient."""
     if not input.numel():
         return _batch_norm_of_nothing(input, weight, bias)
+    # (`_batch_norm_impl_index` in ``Normalization.cpp``.)
+    for name, one in (("running_mean", mean), ("running_var", variance), ("weight", weight), ("bias", bias)):
+        if one is not None and input.dim() > 1 and one.numel() != input.shape[1]:
+            raise RuntimeError(f"{name} should contain {input.shape[1]} elements not {one.numel()}")
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(input.dim(), torch.contiguous_format)
     if enabled and by_cudnn(input, weight, bias, mean, training) and not input.is_contiguous(memory_format=last):
         input = input.contiguous()

@@ -19,7 +19,7 @@ from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.few import Exactly, Surely
-from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, together
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import index_lists
@@ -322,7 +322,7 @@ def _positions_into(engine: Engine, device: int, out: Any, dims: int, count: int
 
 @special(*overloads("masked_select masked_select.out"))
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+    shape = together(args[1].shape, args[0].shape)
     refuse_mixed_devices(func, args, kwargs)
     mask = values.exact(args[1])
     known = None if mask is None else int(mask.expand(shape).sum())

@@ -415,12 +415,21 @@ def _rms_norm_backward(gradient: Any, input: Any, normalized_shape: Any, rows: A
     return of_input.to(input.dtype) if wanted[0] else None, of_weight
 
 
+# Cells, in the order in which the host rounds: it has no fused ones (`LSTMCell` and `GRUCell` in ``RNN.cpp``, and what autograd
+# makes of them).
+
+
+def _biased(of_input: Any, of_hidden: Any, input_bias: Any, hidden_bias: Any) -> tuple[Any, Any]:
+    return (
+        of_input if input_bias is None else of_input + input_bias,
+        of_hidden if hidden_bias is None else of_hidden + hidden_bias,
+    )
+
+
 @equivalent(_aten._thnn_fused_lstm_cell.default)
 def _lstm_cell(of_input: Any, of_hidden: Any, cell: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
-    gates = of_input + of_hidden
-    for bias in (input_bias, hidden_bias):
-        gates = gates if bias is None else gates + bias
-    i, f, g, o = gates.chunk(4, 1)
+    of_input, of_hidden = _biased(of_input, of_hidden, input_bias, hidden_bias)
+    i, f, g, o = (of_hidden + of_input).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     after = f * cell + i * g
     return o * after.tanh(), after, torch.cat((i, f, g, o), 1)
@@ -431,14 +440,14 @@ def _lstm_cell_backward(of_hidden: Any, of_cell: Any, before: Any, after: Any, w
     i, f, g, o = workspace.chunk(4, 1)
     bent = after.tanh()
     of_hidden = torch.zeros_like(after) if of_hidden is None else of_hidden
-    inner = of_hidden * o * (1 - bent * bent)
+    inner = _aten.tanh_backward(of_hidden * o, bent)
     inner = inner if of_cell is None else inner + of_cell
     gates = torch.cat(
         (
-            inner * g * i * (1 - i),
-            inner * before * f * (1 - f),
-            inner * i * (1 - g * g),
-            of_hidden * bent * o * (1 - o),
+            _aten.sigmoid_backward(inner * g, i),
+            _aten.sigmoid_backward(inner * before, f),
+            _aten.tanh_backward(inner * i, g),
+            _aten.sigmoid_backward(of_hidden * bent, o),
         ),
         1,
     )
@@ -447,24 +456,24 @@ def _lstm_cell_backward(of_hidden: Any, of_cell: Any, before: Any, after: Any, w
 
 @equivalent(_aten._thnn_fused_gru_cell.default)
 def _gru_cell(of_input: Any, of_hidden: Any, hidden: Any, input_bias: Any = None, hidden_bias: Any = None) -> Any:
-    of_input = of_input if input_bias is None else of_input + input_bias
-    of_hidden = of_hidden if hidden_bias is None else of_hidden + hidden_bias
-    ir, iz, inew = of_input.chunk(3, 1)
-    hr, hz, hnew = of_hidden.chunk(3, 1)
-    r, z = (ir + hr).sigmoid(), (iz + hz).sigmoid()
+    of_input, of_hidden = _biased(of_input, of_hidden, input_bias, hidden_bias)
+    inew, hnew = (one.chunk(3, 1)[2] for one in (of_input, of_hidden))
+    # (Of parts of rows, as there: what is left over behind the vectors of a row is rounded otherwise.)
+    r, z, _ = (one.sigmoid() for one in (of_hidden + of_input).chunk(3, 1))
     new = (inew + r * hnew).tanh()
-    return new + z * (hidden - new), torch.cat((r, z, new, hidden, hnew), 1)
+    return (hidden - new) * z + new, torch.cat((r, z, new, hidden, hnew), 1)
 
 
 @equivalent(_aten._thnn_fused_gru_cell_backward.default)
 def _gru_cell_backward(gradient: Any, workspace: Any, has_bias: bool) -> Any:
     r, z, new, hidden, hnew = workspace.chunk(5, 1)
-    of_z = gradient * (hidden - new) * (1 - z) * z
-    of_new = gradient * (1 - z) * (1 - new * new)
-    of_r = of_new * hnew * (1 - r) * r
-    of_input, of_hidden = torch.cat((of_r, of_z, of_new), 1), torch.cat((of_r, of_z, of_new * r), 1)
-    biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
-    return of_input, of_hidden, gradient * z, *biases
+    of_hidden = gradient * z
+    of_new = _aten.tanh_backward(gradient - of_hidden, new)
+    of_r = _aten.sigmoid_backward(of_new * hnew, r)
+    of_z = _aten.sigmoid_backward(gradient * (hidden - new), z)
+    of_input, of_gates = torch.cat((of_r, of_z, of_new), 1), torch.cat((of_r, of_z, of_new * r), 1)
+    biases = (of_input.sum(0), of_gates.sum(0)) if has_bias else (None, None)
+    return of_input, of_gates, of_hidden, *biases
 
 
 # ---- recurrent layers: the host's own, with the graph of their gradients kept

@@ -94,7 +94,14 @@ def bytes_laid_out(lies: Sequence[Lie]) -> list[int]:
     """For each list that has to be laid out anew."""
     if len(lies) < 2:
         return []
-    shape = torch.broadcast_shapes(*(lie.shape for lie in lies))
+    try:
+        shape = torch.broadcast_shapes(*(lie.shape for lie in lies))
+    except RuntimeError:
+        # (`make_info` in ``TensorAdvancedIndexing.cpp``.)
+        shapes = ", ".join(str(list(lie.shape)) for lie in lies)
+        raise IndexError(
+            f"shape mismatch: indexing tensors could not be broadcast together with shapes {shapes}"
+        ) from None
     strides = [_expanded(lie, shape) for lie in lies]
     if all(one == strides[0] for one in strides):
         return []

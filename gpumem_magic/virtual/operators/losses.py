@@ -15,7 +15,7 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
-from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, refuse_other_types
+from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, refuse_other_types, together
 
 _NONE, _MEAN = 0, 1
 
@@ -64,8 +64,11 @@ def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
 def _full(args: Any) -> Any:
     """A tensor of the size of all shares."""
     input, target = args[:2]
-    shape = input.shape if input.shape == target.shape else torch.broadcast_shapes(input.shape, target.shape)
-    return torch.empty(shape, dtype=torch.promote_types(input.dtype, target.dtype), device=input.device)
+    return torch.empty(
+        together(input.shape, target.shape),
+        dtype=torch.promote_types(input.dtype, target.dtype),
+        device=input.device,
+    )
 
 
 def _add_up(engine: Engine, reduction: int, shares: Any, result: Any, device: int) -> None:
