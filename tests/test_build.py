@@ -229,6 +229,22 @@ def test_two_optimizers_make_one_iteration() -> None:
     assert [inner.label for inner in parts[1].parts] == ["optimizer step of opt_d", "optimizer step of opt_g"]
 
 
+def test_an_optimizer_that_steps_now_and_then_does_so_at_an_iterations_end() -> None:
+    tape = Tape()
+    tape.row(kind="before")
+    for turn in range(4):
+        for name in ("critic", "generator")[: 1 + turn % 2]:
+            with tape.span("backward"):
+                tape.device.free(tape.device.alloc(512))
+            with tape.span("optimizer", name):
+                tape.device.free(tape.device.alloc(512))
+    tape.row("train()", 5)
+    parts = build(tape.finish()).checkpoints[1].parts
+    assert [part.label for part in parts] == [f"iteration {number}" for number in range(1, 5)]
+    critic, generator = (f"optimizer step of {name}" for name in ("critic", "generator"))
+    assert [[inner.label for inner in part.parts][1::2] for part in parts] == [[critic], [critic, generator]] * 2
+
+
 def test_steps_of_several_optimizers_that_come_once_are_no_iterations() -> None:
     tape = Tape()
     tape.row(kind="before")

@@ -111,6 +111,24 @@ def _nested(parts: Sequence[Part]) -> list[Part]:
     return roots
 
 
+def _give_back(groups: list[list[Part]], closing: str) -> None:
+    """What steps in some iterations only, a generator every fifth, does so at their end: its parts go to the group before."""
+    others = [
+        [any(step.label != closing for step in _steps(part)) and not _closes(part, closing) for part in group]
+        for group in groups
+    ]
+    if any(others[0]):
+        return
+    for before, group, late in zip(groups, groups[1:], others[1:], strict=False):
+        count = max((place for place, is_late in enumerate(late, 1) if is_late), default=0)
+        before += group[:count]
+        del group[:count]
+
+
+def _closes(part: Part, closing: str) -> bool:
+    return any(step.label == closing for step in _steps(part))
+
+
 def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
     """Groups parts into iterations where there is more than one: each ends with a step of the same optimizer, of several the one
     that steps last before the first one steps again.
@@ -129,6 +147,8 @@ def _with_iterations(parts: list[Part], start: int, end: int) -> list[Part]:
         groups[-1].append(part)
         if count:
             groups.append([])
+    if closing is not None:
+        _give_back(groups, closing)
     rest = groups.pop()
     unfinished = any(_has_phase(part) for part in rest)
     if unfinished:
