@@ -81,6 +81,31 @@ def test_an_error_is_put_down_to_the_value_that_was_read_last(tmp_path: Path) ->
     assert "does not know, read at `a_solver.py:2`" in " ".join(done.stderr.split())
 
 
+@pytest.mark.parametrize(
+    ("quotient", "named"),
+    [
+        ("loss / turn", False),  # of one batch
+        ("(loss / turn, 100.0 * loss / 4)", False),
+        ("4 / (0 * loss)", True),
+        ("4 / (0 * x.sum().item())", True),
+        ("x.sum().item() / turn", False),
+    ],
+)
+def test_a_division_by_zero_is_put_down_to_what_divides(tmp_path: Path, quotient: str, named: bool) -> None:
+    (tmp_path / "train.py").write_text(
+        "import torch\nx = torch.rand(300, 300, device='cuda')\ndef mean(parts):\n    loss = 0\n"
+        "    for turn, part in enumerate(parts):\n        loss += (x * part).sum().item()\n"
+        f"    return {quotient}\nmean([1])\n"
+    )
+    done = subprocess.run(
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = " ".join(done.stderr.split())
+    assert "ZeroDivisionError at line 7" in told
+    assert ("does not know" in told) is named
+
+
 def test_where_a_library_read_the_programs_own_line_is_told(tmp_path: Path) -> None:
     library = tmp_path / "lib" / "python3.12" / "site-packages"
     library.mkdir(parents=True)

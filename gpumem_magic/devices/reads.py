@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import dataloader
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.looks.decisions import leads_to, may_be_of_a_value, only_waits, waits
+from gpumem_magic.looks.decisions import divides, leads_to, may_be_of_a_value, only_waits, waits
 from gpumem_magic.looks.objects import text
 
 # Reads of one line behind which a loop is taken to wait for a value.
@@ -142,10 +142,11 @@ class Reads:
         known = [(first, column) for first, column in found if first is not None and column is not None]
         return tuple(sorted(known)) if len(known) == len(found) else ()
 
-    def note_caught(self) -> None:
-        """To be called where the program may be in an ``except``: marks the lines that its error came of."""
+    def note_caught(self, ending: BaseException | None = None) -> None:
+        """To be called where the program may be in an ``except``: marks the lines that its error came of. ending: what it ends
+        with, which it did not catch."""
         error = sys.exc_info()[1]
-        if error is None:
+        if error is None or error is ending:
             self._seen = 0
         elif id(error) != self._seen:
             self._seen = id(error)
@@ -154,10 +155,11 @@ class Reads:
 
     def _caught(self, error: BaseException) -> None:
         frame = error.__traceback__
+        leads = divides if isinstance(error, ZeroDivisionError) else leads_to
         while frame is not None:
             file, raised = frame.tb_frame.f_code.co_filename, frame.tb_lineno
             for name, line in self.counts:
-                if name == file and raised is not None and line <= raised and leads_to(file, line, raised):
+                if name == file and raised is not None and line <= raised and leads(file, line, raised):
                     self.marks[name, line, "caught"] += 1
             frame = frame.tb_next
 

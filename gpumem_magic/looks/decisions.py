@@ -147,6 +147,19 @@ def leads_to(file: str, read: int, raised: int, raised_in: str = "", made_of_it:
     )
 
 
+def divides(file: str, read: int, raised: int, raised_in: str = "") -> bool:
+    """Whether the line `raised`, of the same file or of `raised_in`, divides by what the line `read` reads, or what was made of
+    it."""
+    raised_in = raised_in or file
+    reached = _reached(file, read, (raised_in,))
+    return any(
+        test[0] == int(raised_in != file)
+        and test[1].covers(raised)
+        and ((test[1].reads and reached.stands_in(test)) or reached.has(test, _VALUE, _WAY))
+        for test in reached.tests("divisor")
+    )
+
+
 def waits(file: str, line: int) -> bool:
     """Whether what the line reads ends a ``while``, as its test or, where it has none, in each ``if`` that leaves it."""
     reached = _reached(file, line, ())

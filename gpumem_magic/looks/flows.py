@@ -142,8 +142,9 @@ class Test(NamedTuple):
     test, or all that end it where it has none ("leave": what else ends it). "if" is each ``if`` and ``match``, whatever stands
     in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
     (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
-    is an ``if`` that does nothing but show lines. unless: it decides that only where one of these methods is another in a
-    subclass. made: the class that is made with it, as far as it has a name (a tuple and a table take no sizes).
+    is an ``if`` that does nothing but show lines. A "divisor" is what something is divided by, with the lines of both.
+    unless: it decides that only where one of these methods is another in a subclass. made: the class that is made with it, as
+    far as it has a name (a tuple and a table take no sizes).
     """
 
     source: Uses
@@ -326,6 +327,10 @@ class _FlowReader:
         elif isinstance(node, ast.stmt) and not hasattr(node, "body"):
             source = self._uses(node)
             self._statements.append(StatementUses(source.first, source.last, source, False))
+        if isinstance(node, (ast.BinOp, ast.AugAssign)) and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod)):
+            divisor = self._uses(node.right if isinstance(node, ast.BinOp) else node.value)
+            whole = divisor._replace(first=node.lineno, last=node.end_lineno or node.lineno)
+            self._tests.append(Test(whole, "divisor", frozenset()))
         if isinstance(node, _ASSIGNMENTS):
             if node.value is not None:
                 names = tuple(self._targets(node))

@@ -13,6 +13,7 @@ from gpumem_magic.looks.decisions import (
     chooses_a_way,
     chooses_an_object,
     chooses_what_is_printed,
+    divides,
     ends_a_loop,
     forget,
     goes_by_an_if,
@@ -46,7 +47,7 @@ class ReadsWithin:
         forget()
         raised = _raised_in(error)
         read = self._reads.counts - self._before
-        self._reads.note_caught()
+        self._reads.note_caught(error)
         marks = self._reads.marks - self._marks_before
         places: Counter[str] = Counter()
         by_user: Counter[str] = Counter()
@@ -60,7 +61,9 @@ class ReadsWithin:
             if (caller := _own_caller((file, line), self._reads)) is not None:
                 callers.setdefault(place, place_of(*caller))
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
-            if raised and _leads_to_one((file, line), self._reads.stacks.get((file, line), ()), raised):
+            if raised and _leads_to_one(
+                (file, line), self._reads.stacks.get((file, line), ()), raised, name_of_class(type(error))
+            ):
                 failing.add(place)
             back = min(count, self._reads.returned[file, line] - self._returned_before[file, line])
             if back and not is_printed(file, line):
@@ -90,9 +93,9 @@ def _raised_in(error: BaseException | None) -> tuple[_Line, ...]:
     return tuple((one.tb_frame.f_code.co_filename, one.tb_lineno or 0) for one in entries(traceback_of(error)))
 
 
-def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line]) -> bool:
+def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line], kind: str) -> bool:
     """Whether what was read flows into a statement in which the error was raised: in the function where the ways to the two
-    part, or in one that both went through. stack: from where it was read, innermost first."""
+    part, or in one that both went through. stack: from where it was read, innermost first. kind: the error's class."""
     files = {file for file, _ in stack} | {read[0]}
     to_error = [place for place in raised if place[0] in files or whose(place[0]) == OWN]
     to_read = list(reversed(stack)) or [read]
@@ -101,6 +104,10 @@ def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line]) 
         to_read = to_read[to_read.index(to_error[0]) :]
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(to_read, to_error, strict=False)))
     reading, failing = to_read[shared:], to_error[shared:]
+    if kind == "ZeroDivisionError" and whose(raised[-1][0]) == OWN:
+        # What is divided may be any number.
+        end, other = raised[-1]
+        return any(divides(*one, other, end) for one in reading or to_read[-1:])
     if shared and not (reading and failing):
         # One statement read and failed.
         return True
