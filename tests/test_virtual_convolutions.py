@@ -184,6 +184,39 @@ def test_before_it_is_what_a_recording_of_many_images_shows(way: str, layer: dic
     assert (round_size(asked) if asked else 0) == block
 
 
+@pytest.mark.parametrize(
+    ("layer", "block"),
+    [
+        (images(224, 3, 64, points=7, stride=2, many=256), 113_152),
+        (images(56, 64, 128, points=3, stride=2, many=244), 300_032),
+        (images(28, 128, 256, stride=2, many=256), 132_608),
+        (images(14, 256, 512, points=3, stride=2, many=244), 4_719_104),
+        (images(56, 64, 64, points=3, many=256), 410_112),
+        (images(28, 128, 128, points=3, many=256), 356_515_840),
+        (images(28, 128, 128, points=3, many=244), 343_146_496),
+        (images(14, 256, 256, points=3, many=256), 304_349_184),
+        (images(14, 256, 256, points=3, many=244), 297_271_296),
+        (images(7, 512, 512, points=3, many=256), 188_743_680),
+        (images(7, 512, 512, points=3, many=244), 188_743_680),
+    ],
+)
+def test_a_forward_on_volta_takes_what_a_recording_shows(layer: dict[str, Any], block: int) -> None:
+    """`memes-evaluation-v100-trace` of `benchmarks/recordings`: ResNet-18 on a V100, before PyTorch 2.1."""
+    assert round_size(estimate(convolution(**layer), (7, 0), (2, 0))) == block
+
+
+def test_few_images_other_ways_and_layouts_on_volta_are_as_on_turing() -> None:
+    for layer in (images(28, 128, 128, points=3, many=8), images(56, 128, 128, points=3), images(28, 64, 64, points=3)):
+        call = convolution(**layer)
+        assert estimate(call, (7, 0), (2, 0)) == estimate(call, (7, 5), (2, 0)) > 0
+    layer = images(28, 128, 128, points=3)
+    for call in (convolution("input", **layer), convolution("weight", **layer), convolution(last=True, **layer)):
+        assert estimate(call, (7, 0), (2, 0)) == estimate(call, (7, 5), (2, 0))
+    assert estimate(convolution(**layer), (7, 0), TODAY) == estimate(convolution(**layer), (7, 5), TODAY)
+    wide = {**images(28, 128, 128, points=3, stride=2), "dilation": (2, 2)}
+    assert estimate(convolution(**wide), (7, 0), (2, 0)) == 0
+
+
 def test_kernels_of_one_point_that_are_no_plain_product() -> None:
     """With the channels last or a stride there are copies; without TF32 nothing was seen."""
     fine, weight = 64 * 56 * 56 * 4, 64 * 256 * 4

@@ -15,6 +15,8 @@ Before PyTorch 2.8 the library is cuDNN 9.7 or older, which cannot be asked. Wha
 * In half precision on tensor cores, and the plain layout, input, weight and result are copied as they are. The published peak of
   a 3-D layer on an A100 (pytorch issue 95024) is met to the byte, those of a 2-D layer (123533) to the printed 0.01 GiB.
 
+* On a V100 forwards in float32 are as a recording with 2.0 shows (`_forward_on_volta`).
+
 * A large kernel that slides over images takes its weight twice, as 8.9 does on an A100 for many and 9.1 on an A10G for one. For
   one image 8.9 copies input, weight and result (ResNet-50 with 2.2).
 
@@ -241,9 +243,13 @@ def _transformed(call: Convolution, capability: tuple[int, int], version: Versio
     return size + (sum(_copies(call, 1)) + _ALIGNMENT if call.last else 0)
 
 
-def _unfused_winograd(call: Convolution) -> int:
-    """Tiles of 4 x 4 results need 6 x 6 values of both sides, and so many are kept of each weight."""
+def _unfused_winograd(call: Convolution, multiple: int = 1) -> int:
+    """Tiles of 4 x 4 results need 6 x 6 values of both sides, and so many are kept of each weight.
+
+    multiple: what the number of tiles is rounded up to.
+    """
     tiles = call.coarse[0] * prod(ceil(size / _EDGE_OF_A_WINOGRAD_TILE) for size in call.coarse[2:])
+    tiles = round_up(tiles, multiple)
     given, made = call.fine[1], call.coarse[1]
     return _UNFUSED_VALUES * (tiles * (given + made) + given * made) * call.dtype.itemsize
 
@@ -270,6 +276,8 @@ def _copied(call: Convolution, capability: tuple[int, int], version: Version, tf
         return 0
     if call.dtype == torch.float32:
         if not _runs_in_tf32(capability, tf32):
+            if capability == (7, 0) and version < _FIRST_THAT_ANSWERS and call.way == "forward" and not call.last:
+                return _forward_on_volta(call)
             return _in_float32(call, capability)
         if recorded and call.last:
             return _in_tf32_with_channels_last(call)
@@ -388,6 +396,7 @@ _FEWEST_CHANNELS, _CHANNELS_OF_ALL = 12, 32
 _RESULTS_OF_FEW_CHANNELS = 95
 _WORTH_A_COPY = 85_000
 _BYTES_OF_A_COMPLEX = 8
+_BYTES_OF_A_PLACE = 6
 _POINTS_OF_A_FIRST_KERNEL = 49
 _POINTS_OF_A_PATCH = 100
 _WIDTH_OF_A_PATCH, _CHANNELS_OF_A_LARGE_PATCH = 14, 1024
@@ -574,6 +583,28 @@ def _in_float32(call: Convolution, capability: tuple[int, int]) -> int:
         copied = prod(call.kernel) > 1 and (call.way != "weight" or len(call.stride) > 2)
         return sum(_copies(call, 4)) if copied else 0
     return _fused_winograd(call)
+
+
+def _forward_on_volta(call: Convolution) -> int:
+    """By 8.x, in float32. With a stride, the weights laid out anew, and six bytes for each place of the result. Of a kernel of
+    3 x 3 with many channels and images, transforms: those that need the fewest multiplications (a complex one takes three).
+
+    All 40 sizes that a V100's recording of ResNet-18 shows (244 and 256 images), to the byte; where there are fewer channels or
+    images, where an image needs several tiles, and what gradients take, it does not say.
+    """
+    if len(call.stride) != 2 or set(call.dilation) != {1}:
+        return _in_float32(call, (7, 0))
+    if set(call.stride) != {1}:
+        return prod(call.weight) * call.dtype.itemsize + _BYTES_OF_A_PLACE * prod(call.coarse[2:])
+    edge = max(call.fine[2:]) + max(call.kernel) - 1
+    few = call.fine[0] < _MANY_IMAGES or min(call.fine[1], call.coarse[1]) < _BLOCK
+    if not _is_plain(call) or few or edge > _TILE_OF_A_TRANSFORM:
+        return _in_float32(call, (7, 0))
+    size = _SMALLEST_TRANSFORM if edge <= _SMALLEST_TRANSFORM else _TILE_OF_A_TRANSFORM
+    tiles = prod(ceil(length / _EDGE_OF_A_WINOGRAD_TILE) for length in call.coarse[2:])
+    if _UNFUSED_VALUES * tiles <= 3 * size * (size // 2 + 1):
+        return _unfused_winograd(call, _EDGE_OF_A_TILE)
+    return _by_fourier_transforms(call) if size == _SMALLEST_TRANSFORM else _by_tiled_fourier_transforms(call)
 
 
 def _in_half_precision(call: Convolution) -> int:
