@@ -933,6 +933,54 @@ GUILTY += [
         "64 times less",
     ),
     Case(
+        "summed_as_integers",
+        ("seen = torch.ones(4096, 4096, dtype=torch.bool, device='cuda')", "counts = seen.sum(0)"),
+        "from bool to int64 before it adds them up: 128 MiB beside 16.0 MiB",
+    ),
+    Case(
+        "compared_with_each",
+        (
+            "ids, few = torch.arange(4 << 20, device='cuda'), torch.arange(64, device='cuda')",
+            "y = torch.isin(ids, few)",
+        ),
+        "compares each of 4,194,304 numbers with each of 64",
+    ),
+    Case(
+        "joined_gradients",
+        (f"{TRAIN}model(x).sum().backward()", "every = torch.cat([p.grad.flatten() for p in model.parameters()])"),
+        "copies all gradients into one piece",
+    ),
+    Case(
+        "promoted",
+        (
+            "x = torch.ones(4096, 4096, device='cuda', dtype=torch.bfloat16)\nw = torch.ones(4096, device='cuda')",
+            "y = x + w",
+        ),
+        "`w.to(torch.bfloat16)` leaves the result in bfloat16",
+    ),
+    Case(
+        "narrowed",
+        ("n = 16384", "before = torch.ones(n, n, device='cuda').tril().bool()"),
+        "makes (16384, 16384) in float32, of which only truth values are wanted: 2,048 MiB for 256 MiB of them",
+    ),
+    Case(
+        "other_streams",
+        (
+            "def sums(stream):\n    with torch.cuda.stream(stream):\n        return mib(200).sum()",
+            "for _ in range(4):\n    stream = torch.cuda.Stream()\n    total = sums(stream)",
+        ),
+        "4 streams of the program's own",
+    ),
+    Case(
+        "models_in_a_list",
+        (
+            "x = torch.ones(8, 2048, device='cuda')",
+            "several = [nn.Linear(2048, 2048).cuda() for _ in range(4)]\n"
+            "with torch.no_grad():\n    best = max(one(x).mean().item() for one in several)",
+        ),
+        "`several` (line 2) keeps 4 models on the device: 64.0 MiB, 16.0 MiB each",
+    ),
+    Case(
         "in_place",
         ("images = torch.zeros(400, 512, 512, dtype=torch.uint8)", "x = images.cuda().float() / 255"),
         "`.div_(255)`",

@@ -46,6 +46,17 @@ NUMBERS = "x = torch.rand(1024, 16384, device='cuda')\ny = torch.randint(0, 4096
             "w = torch.bmm(x.view(64, 512, 512), x.view(64, 512, 512))",
             "needs none of the zeros: `torch.bmm(torch.stack(blocks), ...)`",
         ),
+        (
+            "w = (x > 0.5).sum(1)",
+            "w = (x > 0.5).sum(1, dtype=torch.int32)",
+            "With `dtype=torch.int32` the copy is half as large",
+        ),
+        ("w = (x > 0.5).count_nonzero(1)", "w = (x > 0.5).any(1)", "`.any()` and `.all()` need none"),
+        (
+            "ids = y.repeat(65536)\nw = torch.isin(ids, y)",
+            "ids = y.repeat(65536)\nt = torch.zeros(4096, dtype=torch.bool, device='cuda')\nt[y] = True\nw = t[ids]",
+            "`table[y] = True`, `table[ids]`",
+        ),
         ("w = torch.fft.fft2(x)", "w = torch.fft.rfft2(x)", "`torch.fft.rfft2` makes one half, (1024, 8193)"),
         (
             "w = torch.fft.fft(x, dim=1)",
@@ -60,7 +71,7 @@ def test_a_part_of_what_is_made_whole_takes_less(cell: str, better: str, said: s
     assert said in " ".join(str(report).split())
     other = measured(NUMBERS, better)
     assert other.peak.allocated < report.peak.allocated
-    assert not {"sorted", "unit_matrix", "both_halves"} & set(names(other))
+    assert not {"sorted", "unit_matrix", "both_halves", "compared_with_each"} & set(names(other))
 
 
 @pytest.mark.parametrize(
@@ -68,11 +79,14 @@ def test_a_part_of_what_is_made_whole_takes_less(cell: str, better: str, said: s
     [
         "w = torch.eye(1024, device='cuda') @ x",
         "w = torch.fft.fft2(x.to(torch.complex64))",
+        "w = x.sum(1)",
+        "w = (x > 0.5).all(1)",
         "w = x.sort(1).values\ndel w\nz = torch.rand(4096, 40960, device='cuda')",
     ],
 )
 def test_what_is_wanted_whole_is_not_blamed(cell: str) -> None:
-    assert not {"sorted", "unit_matrix", "both_halves"} & set(names(measured(NUMBERS, cell)))
+    told = {"sorted", "unit_matrix", "both_halves", "summed_as_integers"}
+    assert not told & set(names(measured(NUMBERS, cell)))
 
 
 def test_an_index_that_is_repeated_may_be_expanded() -> None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import cached_property
 
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
@@ -22,6 +25,8 @@ _VERY_MANY = 100_000
 # The dimensions of several images, and of volumes.
 _IMAGES = (4, 5)
 _OF_AN_IMAGE = 2
+# Rows and columns, and the two factors of a product of matrices.
+_FACTORS = 2
 # What is made of a batch.
 _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "temporaries"})
 # Beside the iteration that computes, one more may have left its last result.
@@ -81,7 +86,9 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     if 2 * size < size_of(living) or size < WORTH or _gathers(scene, parts):
         return
     everything = batch.parts_of(scene.timeline.allocations)
-    saved = scene.report.peak.allocated - scene.highest_without(everything, share=2)[0]
+    # (Half the batch has a quarter of the pairs.)
+    pairs = [replace(one, size=one.size // 2) for one in everything if batch.is_of_pairs(one)]
+    saved = scene.report.peak.allocated - scene.highest_without([*everything, *pairs], share=2)[0]
     if saved < WORTH // 2:
         return
     yield Cause(
@@ -213,6 +220,26 @@ class Batch:
         # What an operator takes for itself has no shape that anybody sees: as large as a batch's, it is one's.
         sizes = {one.size for one in known}
         return known + [one for one in shapeless if one.size in sizes]
+
+    def is_of_pairs(self, one: Allocation) -> bool:
+        """Whether it has a number for each pair of the batch's items."""
+        birth = self.births.get(one.born)
+        return birth is not None and birth.shape in self._of_pairs
+
+    @cached_property
+    def _of_pairs(self) -> set[tuple[int, ...]]:
+        """The shapes of products, or distances, of the batch's items with the batch's items. (Of a layer as wide as a batch has
+        items, the second factor is a weight.)"""
+        weights = self._weights | {one.shape for one in self._scene.held if one.kind == "parameter"}
+        weights |= {shape[::-1] for shape in weights if shape is not None}
+        found = set()
+        for birth in self.births.values():
+            shape, inputs = birth.shape or (), [shape for shape, _ in birth.inputs[-_FACTORS:]]
+            square = len(shape) == _FACTORS and shape[0] == shape[1] and self.items and not shape[0] % self.items
+            made = birth.kernel in PRODUCTS or "cdist" in birth.kernel
+            if square and made and not birth.node and len(inputs) == _FACTORS and not weights.intersection(inputs):
+                found.add(shape)
+        return found
 
     def has(self, birth: Birth | None) -> bool:
         """Whether what was made so has the batch's items in its first dimension, or multiples of them."""

@@ -25,6 +25,9 @@ _COMMON = (0, 0)
 _SIZES = 4
 
 
+# So many streams are more than one for copies and one for work.
+_STREAMS = 3
+
 # More of them are told nobody: one is enough.
 _MOST_SETTINGS = 2
 
@@ -145,6 +148,27 @@ def private_pools(scene: Scene) -> Iterator[Cause]:
         f"which {human(free)} are free pieces that no other tensor may use.",
         "`torch.cuda.graph(graph, pool=first.pool())` shares the first one's pool, largest capture first, where the graphs are "
         "replayed in the order of their capture.",
+        saved,
+    )
+
+
+def other_streams(scene: Scene) -> Iterator[Cause]:
+    """Blocks that were cached for streams of the program's own, of which each has another: no other stream gets them."""
+    cached: Counter[int] = Counter()
+    for segment in scene.timeline.segments_at(scene.end):
+        if segment.segment_pool_id == _COMMON and segment.stream:
+            cached[segment.stream] += sum(block.size for block in segment.blocks if block.state == INACTIVE)
+    cached = +cached
+    saved = sum(cached.values()) - max(cached.values(), default=0)
+    made = next((one for name in ("Stream", "ExternalStream") for one in scene.program.calls(name)), None)
+    if made is None or len(cached) < _STREAMS or saved < max(_WORTH, scene.timeline.reserved_at(scene.end) // 4):
+        return
+    yield Cause(
+        "other_streams",
+        f"{human(sum(cached.values()))} of the {human(scene.timeline.reserved_at(scene.end))} reserved are cached for "
+        f"{len(cached)} streams of the program's own (`{made.shown}`, {made.words}): a cached block is only used again on the "
+        "stream that it was made on.",
+        "One stream that is made before the loop uses its own blocks again.",
         saved,
     )
 

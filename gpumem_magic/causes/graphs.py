@@ -393,6 +393,15 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):
         # `reference_cycle` says more of it.
         return Cause("growth", "", "", left)
+    if not found and (hooks := scene.program.entering("saved_tensors_hooks")) and _in_any(scene, iterations, FORWARD):
+        # ("Registering default hooks for saved tensors", PyTorch's notes on autograd.)
+        return Cause(
+            "growth",
+            f"{text}, and no name leads to it. A pack hook (`{hooks.shown}`, {hooks.words}) that keeps a result as it is "
+            "keeps its graph, and that keeps the result: a circle that only a backward opens.",
+            "Let the pack hook return `t.detach()`; or use `torch.no_grad()`, where no backward follows.",
+            left,
+        )
     if not found:
         return Cause(
             "growth",

@@ -147,6 +147,8 @@ def _breaking(way: str) -> str:
     """How the last link of a cycle would not be there; "" where it is not told. A long way is cut in its middle."""
     *before, back, _ = ["", *way.split(" -> ")]
     function, of_closure, variable = back.partition(OF_CLOSURE)
+    if of_closure and function == variable:
+        return f"define `{function}` on its own, with what it reads as arguments"
     if of_closure:
         return f"let `{function}` use a `weakref.ref` of `{variable}`"
     if "." not in back or back == "...":

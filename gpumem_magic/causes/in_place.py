@@ -46,8 +46,8 @@ def in_place(scene: Scene) -> Iterator[Cause]:
 
 
 def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:
-    """What was made of a tensor that the statement itself had made, and let go of as soon as the result was there; and the call
-    that would do so in place."""
+    """What was made of a tensor that the statement itself had made, or whose name then gets the result, and let go of as soon as
+    the result was there; and the call that would do so in place."""
     births = scene.recording.logs[scene.device].births
     forwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD)]
     by_start = sorted(scene.timeline.live_at(scene.moment), key=lambda one: one.born)
@@ -55,13 +55,30 @@ def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:
         birth = births.get(result.born)
         if birth is None or birth.node or not birth.shape or any(a <= result.born < b for a, b in forwards):
             continue
-        words = _in_place(birth)
-        begin = scene.start_of_row(result.born)
+        words, named = _in_place(birth, _target(scene, result))
+        begin = 0 if named else scene.start_of_row(result.born)
         for given in by_start if words else ():
             its = births.get(given.born)
-            fits = its is not None and (its.shape, its.dtype) == (birth.shape, birth.dtype) and begin <= given.born
-            if fits and given.born < result.born and _goes_with_it(scene, given, result):
+            # (Of what is from before the cell, the shape is not known.)
+            fits = (
+                (its.shape, its.dtype) == (birth.shape, birth.dtype)
+                if its is not None
+                else named and given.requested == bytes_of(birth.shape, birth.dtype)
+            )
+            if (
+                fits
+                and (named or begin <= given.born)
+                and given.born < result.born
+                and _goes_with_it(scene, given, result)
+            ):
                 yield given, result, words
+
+
+def _target(scene: Scene, result: Allocation) -> str:
+    """The one name to which the statement that made it gives its value; "" for another statement."""
+    facts = scene.tensors.facts(result) if scene.tensors is not None else None
+    name, equals, _ = facts.statement.strip().partition(" = ") if facts is not None else ("", "", "")
+    return name if equals and name.isidentifier() else ""
 
 
 def _goes_with_it(scene: Scene, given: Allocation, result: Allocation) -> bool:
@@ -69,19 +86,22 @@ def _goes_with_it(scene: Scene, given: Allocation, result: Allocation) -> bool:
     return given.freed is not None and not scene.allocates_between(result.born + 1, given.freed)
 
 
-def _in_place(birth: Birth) -> str:
-    """``.div_(255.0)`` for what stands behind ``/`` where its left side has the result's size; "" where that is not plain."""
+def _in_place(birth: Birth, target: str) -> tuple[str, bool]:
+    """``.div_(255.0)`` for what stands behind ``/`` where its left side has the result's size; "" where that is not plain. With
+    it, whether that side is the name that the result goes to."""
     place = birth.place
     given = birth.inputs[0] if birth.inputs else ((), "")
     same = given[0] == birth.shape and given[1] == birth.dtype and bytes_of(given[0], given[1]) > 0
     if place is None or not same or not goes_by_numbers(birth.kernel) or not hasattr(torch.Tensor, f"{birth.kernel}_"):
-        return ""
+        return "", False
     try:
         node = ast.parse(place.expression, mode="eval").body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return ""
-    if not isinstance(node, ast.BinOp) or isinstance(node.left, (ast.Name, ast.Attribute)):
-        return ""
+        return "", False
+    named = isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and node.left.id == target
+    if not isinstance(node, ast.BinOp) or (isinstance(node.left, (ast.Name, ast.Attribute)) and not named):
+        return "", False
     method = _METHODS.get(type(node.op), "")
     other = ast.unparse(node.right)
-    return f".{method}({other})" if method.rstrip("_") == birth.kernel and len(other) <= _LONGEST else ""
+    fits = method.rstrip("_") == birth.kernel and len(other) <= _LONGEST
+    return f"{target if named else ''}.{method}({other})" if fits else "", named

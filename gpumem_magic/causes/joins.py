@@ -95,6 +95,33 @@ def _joined_once(scene: Scene) -> Iterator[Cause]:
             return
 
 
+def joined_gradients(scene: Scene) -> Iterator[Cause]:
+    """All gradients, or parameters, once more in one piece."""
+    births = scene.recording.logs[scene.device].births
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born) if one.size >= scene.part_of_peak(10) else None
+        if birth is None or birth.node or birth.kernel != "cat" or len(birth.inputs) < _PARTS:
+            continue
+        for kind in ("gradients", "parameters"):
+            whole = [each for each in scene.living_in(scene.moment, kind) if each.born < one.born]
+            size = sum(each.requested for each in whole)
+            if len(whole) < _PARTS or abs(size - one.requested) * 10 > one.requested:
+                continue
+            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
+            name = scene.tensors.keeper(one, scene.moment)[1] if scene.tensors is not None else ""
+            normed = scene.program.matches_any(re.compile(rf"\b{re.escape(name)}\.norm\(|norm\(\s*{re.escape(name)}\b"))
+            yield Cause(
+                "joined_gradients",
+                f"{made_by(scene, alike)} copies all {kind} into one piece: {human(one.size)} beside {human(size)}.",
+                "Their norm needs no copy: `torch.nn.utils.get_total_norm(p.grad for p in model.parameters())`, or a norm of "
+                "the norms of each."
+                if name.isidentifier() and normed and kind == "gradients"
+                else "Work on each by itself, or on views of one buffer, where that will do.",
+                one.size,
+            )
+            return
+
+
 def filled_in_parts(scene: Scene) -> Iterator[Cause]:
     """Tensors that a loop fills part by part and that nothing reads before it ends: they could wait on the host."""
     if scene.tensors is None or scene.spans(BACKWARD):

@@ -10,7 +10,7 @@ from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.causes.sized import asked_for_room
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.model import Held, Station, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
@@ -214,6 +214,18 @@ def kept_by_hook(scene: Scene) -> Iterator[Cause]:
         registered = scene.program.hook_of(place) if place is not None else None
         if place is None or registered is None:
             continue
+        if its[0].container is None and scene.program.removes_hooks():
+            # The hook has gone, and what it put on modules has not.
+            more = f" and {counted(len(its) - 1, 'other place')}" if len(its) > 1 else ""
+            yield Cause(
+                "kept_by_hook",
+                f"A hook ({place.words}, `{place.shown}`) has left what modules put out in {quoted(its[0].place)}{more}: "
+                f"{human(size)}.",
+                "Taking the hook off leaves it there: let go of it, too (`del`, or `= None`), or keep less, on the host "
+                "(`.detach().cpu()`).",
+                size,
+            )
+            return
         where = its[0].container.place if its[0].container is not None else root
         yield Cause(
             "kept_by_hook",
@@ -237,8 +249,11 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     births = scene.recording.logs[scene.device].births
     caches = {one.address for one in at_end}
     known = [one for one in scene.held if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")]
-    place = _cache_of([one for one in known if one.address in caches])
     its = [one for one in known if one.address in caches]
+    if len({cache.node for one in its if (cache := _outermost_cache(one)) is not None}) > 1:
+        # Of several sequences, one after the other: `growth` tells who keeps them.
+        return
+    place = _cache_of(its)
     positions = _positions_of(its)
     filled = positions_used(scene, its)
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
@@ -339,9 +354,13 @@ def _trains_without(scene: Scene, cached: list[Allocation]) -> bool:
     return bool(used) and max(one.born for one in cached) < min(one.born for one in used)
 
 
+def _outermost_cache(one: Held) -> Station | None:
+    return next((station for station in one.trail if _CACHE in station.bases), None)
+
+
 def _cache_of(held: Sequence[Held]) -> str | None:
     """The cache that holds tensors, or the list that does, as the program calls it."""
-    caches = (station.place for one in held for station in one.trail if _CACHE in station.bases)
+    caches = (cache.place for one in held if (cache := _outermost_cache(one)) is not None)
     return next(caches, spots(held)[0].place if held else None)
 
 

@@ -15,6 +15,10 @@ _ADVICE = {
         "`{0}.reset()` after each epoch lets go of them; `compute_on_cpu=True` keeps them on the host, and `thresholds=` "
         "(of curves) keeps counts instead"
     ),
+    "itertools.cycle": (
+        "`itertools.cycle` keeps all that it has given, to give it again: `del {0}` lets go of it, and a generator with "
+        "`while True: yield from loader` keeps none"
+    ),
     f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
 }
 

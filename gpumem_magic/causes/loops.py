@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
@@ -105,8 +105,10 @@ def held_over(scene: Scene) -> Iterator[Cause]:
     for one in scene.timeline.live_at(scene.moment):
         label = scene.labels[one.index]
         birth = births.get(one.born)
-        # What is computed; a batch that is made or moved is another matter.
-        if birth is not None and birth.inputs and label.category in ("activations", "temporaries"):
+        # What is computed; a batch that is made or moved is worth a word where it is much.
+        computed = label.category in ("activations", "temporaries")
+        moved = label.category == "inputs" and one.size >= max(WORTH, scene.part_of_peak(4))
+        if birth is not None and birth.inputs and (computed or moved):
             born.setdefault(bisect_right(ends, one.born), []).append(one)
     fresh = Counter((one.requested, scene.tensors.facts(one).line) for one in born[now])
     old = [

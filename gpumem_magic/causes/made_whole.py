@@ -1,4 +1,5 @@
-"""What is made whole though a part may do: an order of all numbers, a unit matrix for some rows, a spectrum's two halves."""
+"""What is made whole though a part may do: an order of all numbers, a unit matrix for some rows, a spectrum's two halves, an
+int64 copy of a mask."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from math import prod
 
 from gpumem_magic.causes.alike import Alike, bytes_of, made_by, of_birth, statement_of, taken_in_by
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.pairs import PRODUCTS
+from gpumem_magic.causes.pairs import PRODUCTS, operands
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, human, shape_words
@@ -20,8 +21,11 @@ _ROWS = frozenset({"index", "index_select", "embedding"})
 # Of a unit matrix, one row in so many.
 _FEW = 4
 _FULL_SPECTRUM = re.compile(r"\bfft\.(fft[2n]?)\(")
+_SUMS = re.compile(r"\bsum\((?!.*dtype)")
 # (Others sort inside: a quantile.)
 _SORTS = re.compile(r"sort\(")
+# They are added up in 64 bits, as a copy (`make_reduction` of ATen/native/ReduceOpsUtils.h, PyTorch 2.13).
+_NARROW = frozenset({"bool", "uint8", "int8", "int16", "int32"})
 # Behind a sort: ``[0][:k]``, ``.indices[:, :k]``.
 _FIRST_ONES = re.compile(r"(?:\[[01]\]|\.values|\.indices)?\[[^\]]*:\s*(?!-)\w+\s*\]")
 
@@ -71,6 +75,43 @@ def _sorted(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
         remedy,
         alike.bytes,
         describes=not first,
+    )
+
+
+def _summed(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
+    shape, dtype = alike.birth.inputs[0] if alike.birth.inputs else ((), "")
+    each = bytes_of((), "int64")
+    if not inside or dtype not in _NARROW or alike.bytes < each * prod(shape):
+        return None
+    place = alike.birth.place
+    half = place is not None and _SUMS.search(place.expression) is not None
+    remedy = "With `dtype=torch.int32` the copy is half as large; some" if half else "Some"
+    asked = "; `.any()` and `.all()` need none, if that is the question" if dtype == "bool" else ""
+    return Cause(
+        "summed_as_integers",
+        f"{made_by(scene, alike)} copies {shape_words(shape)} from {dtype} to int64 before it adds them up: "
+        f"{human(each * prod(shape))} beside {human(bytes_of(shape, dtype))}.",
+        f"{remedy} of the rows at a time need only their part of it{asked}.",
+        alike.bytes,
+        describes=True,
+    )
+
+
+def _compared(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
+    """`isin` with few to compare with (`isin_Tensor_Tensor_out` of ATen/native/TensorCompare.cpp, PyTorch 2.13)."""
+    birth, place = alike.birth, alike.birth.place
+    sizes = [prod(shape) for shape, _ in birth.inputs]
+    if not inside or len(sizes) < 2 or alike.bytes < prod(sizes[:2]) or place is None:
+        return None
+    ids, few = operands(place.expression) or ["ids", "these"]
+    return Cause(
+        "compared_with_each",
+        f"{made_by(scene, alike)} compares each of {sizes[0]:,} numbers with each of {sizes[1]:,}: {human(prod(sizes[:2]))} of "
+        "truth values.",
+        "Some of them at a time need only their part of it; with a table, whole numbers that are not too large need none "
+        f'(`table = torch.zeros(largest + 1, dtype=torch.bool, device="cuda")`, `table[{few}] = True`, `table[{ids}]`).',
+        alike.bytes,
+        describes=True,
     )
 
 
@@ -124,4 +165,13 @@ def _blocks(scene: Scene, alike: Alike, _: bool) -> Cause:
     )
 
 
-_KINDS = {"sort": _sorted, "eye": _unit_matrix, "_fft_c2c": _spectrum, "_fft_r2c": _spectrum, "block_diag": _blocks}
+_KINDS = {
+    "sort": _sorted,
+    "sum": _summed,
+    "count_nonzero": _summed,
+    "isin": _compared,
+    "eye": _unit_matrix,
+    "_fft_c2c": _spectrum,
+    "_fft_r2c": _spectrum,
+    "block_diag": _blocks,
+}

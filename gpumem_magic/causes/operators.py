@@ -13,6 +13,7 @@ from gpumem_magic.causes.alike import (
     alone,
     behind,
     bytes_of,
+    goes_by_numbers,
     made_by,
     made_of_it,
     of_birth,
@@ -22,7 +23,7 @@ from gpumem_magic.causes.alike import (
     taken_in_by,
 )
 from gpumem_magic.causes.model import WORTH, Scene
-from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, pairs
+from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
 from gpumem_magic.causes.program import Written
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
@@ -47,6 +48,9 @@ _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
 # What a program calls to have another type. Under autocast other operators convert what they are given.
 _CONVERSIONS = frozenset({"to", "float", "type", "type_as", "_to_copy"})
+_FACTORIES = frozenset(
+    {"ones", "zeros", "full", "eye", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros"}
+)
 # The dimensions of several images.
 _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
@@ -116,7 +120,8 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
     """A large tensor of 16-bit numbers that is copied to float32; and logits of positions that nobody reads."""
     for last, *_ in alive_in_shapes(scene, _is_widened):
         alike = behind(scene, last, _is_widened)
-        if alike is None or alike.bytes < scene.part_of_peak(10):
+        # (In parts, it is worth a word where a part is much.)
+        if alike is None or alike.bytes < scene.part_of_peak(2 if is_repeated(scene, alike) else 10):
             continue
         birth = alike.birth
         width = birth.inputs[0][1]
@@ -132,7 +137,9 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
                 alike.bytes,
             )
             return
-        logits = len(alike.shape) >= 2 and alike.shape[-1] >= _WORDS
+        # (A weight's gradient, too, may be that wide.)
+        of_weights = any(one.shape == alike.shape and one.kind in ("parameter", "gradient") for one in scene.held)
+        logits = len(alike.shape) >= 2 and alike.shape[-1] >= _WORDS and not of_weights
         by_autocast = last.birth.operator not in _CONVERSIONS and bool(scene.spans(AUTOCAST_ENDS))
         remedy = f"Keep it in {width}, or convert it in pieces where float32 is needed."
         if logits:
@@ -142,6 +149,13 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             )
             # (What autocast copies for the loss is in 16 bits up to there.)
             remedy = f"{parts}." if by_autocast else f"Keep the logits in {width} up to the loss. {parts}."
+            if not any("log_softmax" in made.kernel or "nll" in made.kernel for _, made in scene.births):
+                remedy = f"Keep the logits in {width}, or work on a part of the positions at a time."
+        if of_weights:
+            remedy = (
+                "For a norm, `torch.linalg.vector_norm(x, dtype=torch.float32)` converts inside, without a copy; else convert "
+                "it in pieces."
+            )
         if not logits and by_autocast:
             yield Cause(
                 "float32_copy",
@@ -167,6 +181,51 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
                 alike.bytes,
             )
             return
+
+
+def promoted(scene: Scene) -> Iterator[Cause]:
+    """A result in float32 of 16-bit numbers, and of a smaller tensor in float32."""
+    for last, *_ in alive_in_shapes(scene, _is_promoted):
+        alike = behind(scene, last, _is_promoted)
+        if alike is None or alike.bytes < scene.part_of_peak(10):
+            continue
+        shapes = {dtype: shape for shape, dtype in alike.birth.inputs}
+        half = next(dtype for dtype in shapes if dtype in _HALVES)
+        place = alike.birth.place
+        names = operands(place.expression) if place is not None else []
+        small = names[[dtype for _, dtype in alike.birth.inputs].index("float32")] if names else "the other"
+        quoted = f"`{small}`" if names else small
+        yield Cause(
+            "promoted",
+            f"{made_by(scene, alike)} gives float32, because {quoted} {shape_words(shapes['float32'])} is float32, where the "
+            f"rest is {half}: {size_words(alike)}.",
+            f"{f'`{small}.to(torch.{half})`' if names else f'The other in {half}'} leaves the result in {half}, half of that.",
+            alike.bytes // 2,
+        )
+        return
+
+
+def narrowed(scene: Scene) -> Iterator[Cause]:
+    """``torch.ones(n, n).tril().bool()``: numbers that are made in float32, and are truth values by the end of the statement."""
+    for event, birth in scene.births:
+        shape, dtype = birth.inputs[0] if birth.inputs else ((), "")
+        large = bytes_of(shape, dtype) >= scene.part_of_peak(4) and bytes_of(shape, dtype) >= WORTH
+        if birth.kernel != "_to_copy" or birth.dtype != "bool" or dtype != "float32" or birth.node or not large:
+            continue
+        begin = scene.start_of_row(event)
+        row = {at: one for at, one in scene.births if begin <= at < event and (one.shape, one.dtype) == (shape, dtype)}
+        made = next((at for at, one in row.items() if one.operator in _FACTORIES), None)
+        living = [one for one in scene.timeline.live_at(scene.moment) if one.born in row]
+        if made is None or not living:
+            continue
+        yield Cause(
+            "narrowed",
+            f"{of_birth(scene, made, row[made])} makes {shape_words(shape)} in float32, of which only truth values are wanted: "
+            f"{human(sum(one.size for one in living))} for {human(prod(shape))} of them.",
+            "With `dtype=torch.bool` where they are made they take a quarter, and no copy.",
+            sum(one.size for one in living),
+        )
+        return
 
 
 def wide_losses(scene: Scene) -> Iterator[Cause]:
@@ -240,6 +299,14 @@ def _is_widened(birth: Birth) -> bool:
         and birth.inputs[0][1] in _HALVES
         and prod(birth.inputs[0][0]) == prod(birth.shape or ())
     )
+
+
+def _is_promoted(birth: Birth) -> bool:
+    types = [dtype for _, dtype in birth.inputs]
+    if birth.dtype != "float32" or len(types) != _FACTORS or "float32" not in types or not _HALVES.intersection(types):
+        return False
+    (wide, _), (small, _) = sorted(birth.inputs, key=lambda each: each[1] == "float32")
+    return wide == birth.shape and prod(small) * _TIMES <= prod(wide) and goes_by_numbers(birth.kernel)
 
 
 def _is_head(birth: Birth) -> bool:

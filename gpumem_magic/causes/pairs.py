@@ -32,6 +32,7 @@ _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _FACTORS = re.compile(r"cholesky|^_?linalg_(?:eigh?|svd|lu|ldl|qr|inv|solve|slogdet|det)|geqrf|^inverse|logdet|lstsq")
 # (Over the last dimension: its own choice is the second.)
 _COSINES = re.compile(r"cosine_similarity\(.*(?:dim\s*=\s*)?(?:-1|2)\s*\)$")
+_EINSUM = re.compile(r"(?:torch\.)?einsum\(")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
 _MOST_NAMES = 40
@@ -55,7 +56,7 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}."
     same = squeezed(first) == squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
-        return Cause("broadcast", told, _squeeze(first, second, _operands(expression)), alike.bytes)
+        return Cause("broadcast", told, _squeeze(first, second, operands(expression)), alike.bytes)
     if alike.bytes < max(_MEANT_FROM, scene.part_of_peak(_SHARE)):
         # Meant, and one thing among others.
         return None
@@ -75,7 +76,7 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
     if len(alike.shape) >= 3 and shapes[0][-1] == shapes[1][-1] and birth.kernel == "sub" and _is_summed(scene, alike):
         names = [
             (_not_expanded(words), _INDEXED.search(words) is not None or len(shape) < len(alike.shape))
-            for words, shape in zip(_operands(expression), shapes, strict=False)
+            for words, shape in zip(operands(expression), shapes, strict=False)
         ]
         whole = bool(names) and all(small for _, small in names)
         norm = [f"p={power}"] if (power := _power(scene, alike)) else []
@@ -85,11 +86,17 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             else f"`torch.cdist` of both, not expanded{f' and with `{norm[0]}`' if norm else ''},"
         )
         return f"{them} gives distances between all pairs without it; or {rows}."
-    if _COSINES.search(expression) and len(alike.shape) == _PLANES and _operands(expression):
-        one, other = (f"F.normalize({_not_expanded(words)}, dim=-1)" for words in _operands(expression))
+    if _COSINES.search(expression) and len(alike.shape) == _PLANES and operands(expression):
+        one, other = (f"F.normalize({_not_expanded(words)}, dim=-1)" for words in operands(expression))
         return f"`{one} @ {other}.T` makes the cosines of all pairs without it; or {rows}."
     if birth.kernel == "mul" and shapes[0][-1] == shapes[1][-1] > 1 and _is_summed(scene, alike):
-        return f"{_product(shapes, _operands(expression))} multiplies and sums without storing them; or {rows}."
+        return f"{_product(shapes, operands(expression))} multiplies and sums without storing them; or {rows}."
+    if _EINSUM.match(expression) and expression.count(",") > _PAIR:
+        # (`einsum` of ATen/native/Linear.cpp, PyTorch 2.13, where no path is given: opt_einsum is not there, or not used.)
+        return (
+            "`torch.einsum` takes its operands from the left: in another order, with those first that share their letters, it "
+            f"may need no such tensor; or {rows}."
+        )
     # Who writes the dimension of 1 means it.
     unsure = "" if _MEANT.search(expression) else ", if every pair is meant; else give both the same shape"
     return f"{rows[0].upper()}{rows[1:]}{unsure}."
@@ -200,7 +207,7 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         return None
     shapes = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     if rank := _rank_of_weights(scene, birth):
-        names = _operands(birth.place.expression) if birth.place is not None else []
+        names = operands(birth.place.expression) if birth.place is not None else []
         instead = f"`x @ {names[1]}.T @ {names[0]}.T`" if names and "@" in words else "one after the other"
         return Cause(
             "weights_multiplied",
@@ -245,6 +252,11 @@ def is_in_parts(scene: Scene, alike: Alike) -> bool:
     sizes = sorted(prod(shape) for shape, _ in alike.birth.inputs if prod(shape) > 1)
     if scene.report.error is not None or len(sizes) < 2 or 2 * sizes[0] > sizes[-1]:
         return False
+    return is_repeated(scene, alike)
+
+
+def is_repeated(scene: Scene, alike: Alike) -> bool:
+    """Whether a place makes it again and again, and none is kept for a backward."""
     births = scene.recording.logs[scene.device].births
     place = alike.birth.place
     its = [
@@ -261,7 +273,7 @@ def is_in_parts(scene: Scene, alike: Alike) -> bool:
     return gone and not trains
 
 
-def _operands(expression: str) -> list[str]:
+def operands(expression: str) -> list[str]:
     """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
     try:
         node = ast.parse(expression, mode="eval").body

@@ -125,6 +125,9 @@ def _spot(group: Sequence[Held]) -> Spot:
             break
         common.append(stations[0])
     container = next((one for one in reversed(common) if _is_container(one)), None)
+    if container is not None and next(one for one in common if one.place == container.place) is not container:
+        # It is within the object that the place is of.
+        container = None
     if any(_OPTIMIZER in one.bases for one in common):
         # Nobody clears an optimizer's own.
         container = None
@@ -134,6 +137,9 @@ def _spot(group: Sequence[Held]) -> Spot:
             keys = {re.sub(r"\[\d+\]", "", _within(place, container.place) or "") for place in places}
             whole = len(keys) > 1 or _NUMBERS.fullmatch(rest)
             first = container.place if whole else first.replace(rest, _NUMBERS.sub("", rest), 1)
+        elif "builtins.set" in container.bases:
+            # (Its elements have no names.)
+            first = container.place
         elif not _INDEX.fullmatch(rest):
             container = None
     return Spot(first, tuple(group), container)
@@ -283,7 +289,7 @@ def taking_off(registered: Written) -> str:
 
 def is_part(one: Held) -> bool:
     """Whether the tensors on it are views of a small part: what they were taken from has no name any more."""
-    return one.kind == "tensor" and 0 < _PART * one.seen <= one.requested
+    return one.kind in ("tensor", "optimizer_state") and 0 < _PART * one.seen <= one.requested
 
 
 def advice_known(spot: Spot) -> bool:

@@ -280,6 +280,7 @@ class ProgramText:
                         node for node in own if one.whole or attribute or (not one.is_file and _is_global(one, name))
                     ]
                 keyed = [node for node in own if key and _mentions_key(node, wanted, key)]
+                keyed = [node for node in keyed if _gives_key(node, wanted, key)] or keyed
                 if own:
                     # (``pool[i] = new`` of a list takes the place of another, where an ``append`` fills it.)
                     more = [node for node in own if _appends(node, wanted)]
@@ -453,6 +454,15 @@ class ProgramText:
                     found = one.place(node)
         return found
 
+    def entering(self, called: str) -> Written | None:
+        """The first ``with`` of the cells that enters this context manager."""
+        for one in self._mentioning(called):
+            for node in _all(one, ast.With):
+                calls = (item.context_expr for item in node.items if isinstance(item.context_expr, ast.Call))
+                if any(_last(call.func) == called for call in calls):
+                    return one.place(node)
+        return None
+
     def sums_up(self, name: str) -> bool:
         """Whether the cell adds tensors to a variable (``total += loss``), not their numbers."""
         return any(
@@ -477,6 +487,11 @@ class ProgramText:
                         if given & names:
                             return one.place(node)
         return None
+
+    def removes_hooks(self) -> bool:
+        """Whether the program takes off hooks: ``handle.remove()``, which has no arguments, unlike a list's."""
+        calls = (node for one in self._mentioning(".remove()") for node in _all(one, ast.Call))
+        return any(_last(node.func) == "remove" and not node.args for node in calls)
 
     def loop_only_looks(self, place: Written) -> bool:
         """Whether neither the innermost loop around a line nor what follows it (in its function) has a backward or a step."""
@@ -650,6 +665,11 @@ def _mentions_key(node: ast.stmt, wanted: str, key: str) -> bool:
         and _last(part.value) == wanted
         for part in ast.walk(node)
     )
+
+
+def _gives_key(node: ast.stmt, wanted: str, key: str) -> bool:
+    """Whether a statement gives ``wanted["key"]`` its value, and does not only read it."""
+    return isinstance(node, ast.Assign) and any(_mentions_key(ast.Expr(target), wanted, key) for target in node.targets)
 
 
 def _adds(node: ast.AST, wanted: str, certain: bool, of_object: bool) -> bool:

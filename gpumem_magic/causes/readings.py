@@ -18,12 +18,24 @@ _READS_ALL = frozenset({"locals", "vars", "eval", "exec"})
 def is_read_from(cell: Text, name: str, line: int) -> bool:
     """Whether a variable of the notebook may be read in the statement at a line of the cell, or after it, before it gets another
     value."""
+    loops = cell.nodes_around(line - cell.ahead, _LOOPS)
+    # (A later cell may read it, where this one gives it no other value.)
+    later = not any(_gets_another(loop, name, line - cell.ahead) for loop in loops)
+    return later or is_read_again(cell, name, line)
+
+
+def is_read_again(cell: Text, name: str, line: int) -> bool:
+    """Whether the cell may read a variable in the statement at a line, or after it, before it gets another value."""
     line -= cell.ahead
     reads, within = _reads(cell.tree.body, name)
-    loops = cell.nodes_around(line, _LOOPS)
-    # (A function may read it whenever it is called, and a later cell.)
-    return (
-        within or not any(_gets_another(loop, name, line) for loop in loops) or _comes_to_one(reads, loops, name, line)
+    return within or _comes_to_one(cell.tree.body, reads, cell.nodes_around(line, _LOOPS), name, line)
+
+
+def is_read_at_all(cell: Text, name: str) -> bool:
+    """Whether the cell reads a variable anywhere."""
+    return any(
+        isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)
+        for node in ast.walk(cell.tree)
     )
 
 
@@ -34,7 +46,7 @@ def is_read_in(text: Text, function: Any, name: str, line: int) -> bool:
     if within or any(isinstance(called, ast.Name) and called.id in _READS_ALL for called in calls):
         return True
     loops = [loop for loop in text.nodes_around(line, _LOOPS) if loop.lineno > function.lineno]
-    return _comes_to_one(reads, loops, name, line)
+    return _comes_to_one(function.body, reads, loops, name, line)
 
 
 def reads_attribute(text: Text, name: str) -> bool:
@@ -77,16 +89,35 @@ def _reads(body: Iterable[ast.AST], name: str) -> tuple[list[int], bool]:
     return lines, any(isinstance(node, ast.Name) and node.id == name for node in inner)
 
 
-def _comes_to_one(reads: Iterable[int], loops: Sequence[Any], name: str, line: int) -> bool:
+def _comes_to_one(body: Sequence[ast.stmt], reads: Iterable[int], loops: Sequence[Any], name: str, line: int) -> bool:
     """Whether a line leads to one of the reads without another value on the way."""
     for read in reads:
         if read >= line:
-            return True
+            if not _is_given_first(body, name, line, read):
+                return True
+            continue
         around = [loop for loop in loops if loop.lineno <= read <= (loop.end_lineno or read)]
         # The smallest loop that leads from the line to the read again.
         inner = max(around, key=lambda loop: loop.lineno, default=None)
-        if inner is not None and not _gets_another(inner, name, read):
+        if inner is None or _gets_another(inner, name, read):
+            continue
+        if not _is_given_first(inner.body, name, 0, read):
             return True
+    return False
+
+
+def _is_given_first(body: Sequence[ast.stmt], name: str, line: int, read: int) -> bool:
+    """Whether what leads to a read gives the variable another value behind a line, in the same block as the read or in one around
+    it."""
+    for node in body:
+        given = isinstance(node, ast.Assign) and name in _given(node.targets)
+        if given and line < node.lineno and (node.end_lineno or node.lineno) < read:
+            return True
+        if node.lineno <= read <= (node.end_lineno or node.lineno):
+            blocks = [
+                part for key in ("body", "orelse", "finalbody") if isinstance(part := getattr(node, key, None), list)
+            ]
+            return any(_is_given_first(part, name, line, read) for part in blocks)
     return False
 
 

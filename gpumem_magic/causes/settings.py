@@ -19,6 +19,8 @@ _LARGE = 64 * MIB
 # So many parts that are recomputed.
 _PIECES = 3
 _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
+# Weights of which one may ask why they are so many bytes.
+_MANY_WEIGHTS = 1024 * MIB
 
 
 def idle_checkpointing(scene: Scene) -> Iterator[Cause]:
@@ -97,7 +99,8 @@ def wide_inference(scene: Scene) -> Iterator[Cause]:
         # It may have failed before it came to train.
         return
     crowded = error is not None or 2 * scene.report.peak.allocated >= (scene.report.device.capacity or 0)
-    if not crowded or size_of(wide) < scene.part_of_peak(2):
+    # (Elsewhere it is worth a word where there is little else.)
+    if size_of(wide) < (scene.part_of_peak(2) if crowded else max(_MANY_WEIGHTS, 3 * scene.report.peak.allocated // 4)):
         return
     name = module_of(wide[0])
     yield Cause(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,14 @@ from dataclasses import dataclass, replace
 from gpumem_magic.causes.model import Scene, found_once
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.program import Written
-from gpumem_magic.causes.readings import gives_attribute, is_read_from, is_read_in, reads_attribute
+from gpumem_magic.causes.readings import (
+    gives_attribute,
+    is_read_again,
+    is_read_at_all,
+    is_read_from,
+    is_read_in,
+    reads_attribute,
+)
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.owners.running import RunningFunction
@@ -27,7 +35,7 @@ _MANY = 3
 @dataclass(frozen=True)
 class NoLongerRead:
     """names: that keep these results, together. held: what they keep. made: where the first was made. lets_go: the statement that
-    ends it. before: the one at the peak. highest: the peak, if it ended before that."""
+    ends it; "" where a later cell may read them. before: the one at the peak. highest: the peak, if it ended before that."""
 
     names: tuple[str, ...]
     held: tuple[Allocation, ...]
@@ -39,10 +47,12 @@ class NoLongerRead:
     @property
     def advice(self) -> str:
         """What to type where, and what the peak would be."""
-        return (
-            f"`{self.lets_go}` before `{self.before.shown}` ({self.before.words}) lets go of what nothing reads any more: the "
-            f"peak would be {human(self.highest)}"
-        )
+        peak = f"the peak would be {human(self.highest)}"
+        if not self.lets_go:
+            it = "it" if len(self.names) == 1 else "them"
+            return f"The rest of the cell does not read {it}: on the host (`.cpu()`), or deleted, {peak}"
+        before = f"before `{self.before.shown}` ({self.before.words})"
+        return f"`{self.lets_go}` {before} lets go of what nothing reads any more: {peak}"
 
 
 def unread_results(scene: Scene) -> Iterator[Cause]:
@@ -91,25 +101,37 @@ def _of_the_cell(scene: Scene) -> Iterator[NoLongerRead]:
     for one in _at_the_peak(scene, begin):
         if its := of_names.get(one.index):
             by_name[its].append(one)
-    chosen: list[str] = []
-    held: list[Allocation] = []
-    for its, kept in by_name.items():
-        if not any(is_read_from(scene.program.cells[0], name, point.line) for name in its):
-            chosen += [name for name in its if name not in chosen]
-            held += kept
-    everything = (
-        one for one in scene.timeline.allocations if (its := of_names.get(one.index)) and set(its) <= set(chosen)
-    )
     starts = [begin for row, begin, _ in scene.statements if row.line == point.line]
-    if held:
+    # First what no later cell can read; then what this one does not.
+    for is_read, lets_go in ((is_read_from, "del {}"), (is_read_again, "")):
+        chosen: list[str] = []
+        held: list[Allocation] = []
+        for its, kept in by_name.items():
+            if not any(is_read(scene.program.cells[0], name, point.line) for name in its):
+                chosen += [name for name in its if name not in chosen]
+                held += kept
+        # (What the cell itself reads nowhere is its result, for another one.)
+        if not lets_go and not all(is_read_at_all(scene.program.cells[0], name) for name in chosen):
+            continue
+        if not chosen or (not lets_go and _is_elsewhere(scene, chosen)):
+            continue
+        everything = (
+            one for one in scene.timeline.allocations if (its := of_names.get(one.index)) and set(its) <= set(chosen)
+        )
         yield NoLongerRead(
             tuple(chosen),
             tuple(held),
             f" (line {tensors.facts(max(held, key=lambda one: one.size)).line})",
-            f"del {', '.join(chosen)}",
+            lets_go.format(", ".join(chosen)),
             Written("", point.line, point.statement),
             _highest_without(scene, everything, starts),
         )
+
+
+def _is_elsewhere(scene: Scene, names: Iterable[str]) -> bool:
+    """Whether another cell mentions one of these: its functions may read it."""
+    words = re.compile(rf"\b(?:{'|'.join(map(re.escape, names))})\b")
+    return any(words.search(one.source) for one in scene.program.cells[1:])
 
 
 def _of_functions(scene: Scene) -> Iterator[NoLongerRead]:

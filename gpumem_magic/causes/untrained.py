@@ -110,6 +110,28 @@ def _of_the_one_before(scene: Scene, module: str, gradients: list[Held]) -> Caus
     return None
 
 
+def kept_by_optimizer(scene: Scene) -> Iterator[Cause]:
+    """Parameters that an optimizer alone holds, of a part of the model that was replaced behind it, with their states."""
+    for name, known in scene.holdings.optimizers.items():
+        number = scene.holdings.number(name)
+        theirs = [one for one in scene.held if one.roots == (number,) and one.device == scene.device]
+        weights = [one for one in theirs if one.kind == "parameter" and (one.device, one.address) in known]
+        if not weights or size_of(theirs) < scene.part_of_peak(5) or len(weights) == len(known):
+            # (Of a model that is gone as a whole others tell.)
+            continue
+        made = scene.program.adding(name)
+        at = f" ({made.words})" if made is not None else ""
+        yield Cause(
+            "optimizer_of_the_former",
+            f"`{name}`{at} alone holds {human(size_of(weights))} of parameters that no model has any more, "
+            f"{human(size_of(theirs))} with their states, and does not train what took their place.",
+            f"A new `{name}` after the line that replaced them frees {human(size_of(theirs))}; the other parameters' states "
+            "start again, too.",
+            size_of(theirs),
+        )
+        return
+
+
 def _form(one: Held) -> tuple[tuple[int, ...], str]:
     return one.shape, one.dtype
 

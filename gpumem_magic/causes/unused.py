@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import MODULE, quoted
+from gpumem_magic.causes.places import MODULE, base, quoted, spots
+from gpumem_magic.causes.readings import is_read_again
 from gpumem_magic.owners.holders import joined
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.model import Held, Station, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -16,6 +19,8 @@ _KINDS = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
 # Text of a program that is run by it is not read.
 _RUNS_TEXT = frozenset({"exec", "run_line_magic", "run_cell"})
 _MANY, _BOTH = 4, 2
+# So many models in a list are no teacher and student.
+_SEVERAL = 3
 # Such a part of all of them is not worth a name.
 _SMALL = 100
 
@@ -68,6 +73,77 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
         size_of(everything),
         describes=True,
     )
+
+
+def finished_models(scene: Scene) -> Iterator[Cause]:
+    """Models that the cell has run for the last time before the statement at the peak, which works with others."""
+    point = scene.tensors.statement_at(scene.moment - 1) if scene.tensors is not None else None
+    if scene.report.error is not None or point is None or not scene.program.cells or scene.spans(BACKWARD, OPTIMIZER):
+        return
+    begin = scene.start_of_row(scene.moment - 1)
+    forwards = scene.spans(FORWARD)
+    ran = {one.label for one in forwards} - {one.label for one in forwards if scene.end_of(one) > begin}
+    its: dict[str, list[Held]] = {}
+    for one in scene.held:
+        name = one.trail[0].place if one.trail and MODULE in one.trail[0].bases else ""
+        # (What others hold, too, stays where it is when this name lets go.)
+        alone = all(
+            scene.holdings.roots[number].kind != "variable" or scene.holdings.roots[number].name == name
+            for number in one.roots
+        )
+        if one.kind in ("parameter", "buffer") and name in ran and alone and one.address in scene.alive:
+            its.setdefault(name, []).append(one)
+    for name, held in its.items():
+        if size_of(held) < scene.part_of_peak(5) or is_read_again(scene.program.cells[0], name, point.line):
+            continue
+        highest, _ = scene.highest_without(replace(scene.alive[one.address], born=begin) for one in held)
+        if scene.report.peak.allocated - highest < scene.part_of_peak(10):
+            continue
+        yield Cause(
+            "unused_models",
+            f"`{name}` has run for the last time before line {point.line}, where the peak is, and its {human(size_of(held))} "
+            "are still on the device.",
+            f"`{name}.cpu()` before `{point.statement}` (line {point.line}) makes the peak {human(highest)}; `{name}.cuda()` "
+            "brings it back.",
+            size_of(held),
+            describes=True,
+        )
+        return
+
+
+def models_in_a_list(scene: Scene) -> Iterator[Cause]:
+    """Models of one kind in a list or dictionary of the program's, which work one after the other: none while another does."""
+    here = [one for one in scene.held if one.kind in _KINDS and one.address in scene.alive]
+    for spot in spots(one for one in here if one.kind == "parameter"):
+        if spot.container is None or any(MODULE in at.bases for at in _before(spot.held[0], spot.container.node)):
+            continue
+        place = spot.container.place
+        number = spot.held[0].roots[0]
+        everything = [one for one in here if number in one.roots]
+        models = len({base(one).removeprefix(place).partition("]")[0] for one in spot.held})
+        steps = [span for span in scene.spans(FORWARD, BACKWARD, OPTIMIZER) if not span.failed]
+        # (Models that one backward goes through work together.)
+        trained = sum(span.kind == BACKWARD for span in steps)
+        if models < _SEVERAL or 2 * size_of(everything) < scene.report.peak.allocated or (trained and trained < models):
+            continue
+        states = " with their gradients and states" if any(one.kind == "optimizer_state" for one in everything) else ""
+        each = size_of(everything) // models
+        made = scene.program.adding(spot.root)
+        at = f" ({made.words})" if made is not None else ""
+        yield Cause(
+            "models_in_a_list",
+            f"{quoted(place)}{at} keeps {models} models{states} on the device: {human(size_of(everything))}, {human(each)} each.",
+            "Where they work one after the other, one at a time there (`.cpu()` for the others, and for what their optimizers "
+            f"keep) takes {human(each)}.",
+            size_of(everything) - each,
+            describes=True,
+        )
+        return
+
+
+def _before(one: Held, node: int) -> list[Station]:
+    """The stations of its trail up to an object."""
+    return list(takewhile(lambda station: station.node != node, one.trail))
 
 
 def _is_a_model(held: list[Held], name: str) -> bool:

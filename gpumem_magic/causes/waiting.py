@@ -6,6 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
@@ -119,7 +120,11 @@ def unused_graphs(scene: Scene) -> Iterator[Cause]:
     ):
         return
     ends = sorted(stop for _, _, stop in scene.statements)
-    after = [replace(one, born=ends[bisect_right(ends, one.born)]) for one in kept]
+    begin = scene.start_of_row(scene.moment - 1)
+    # In the statement at the peak, each would go as soon as the next one is there.
+    here = sorted(one.born for one in kept if scene.start_of_row(one.born) == begin)
+    gone = dict(pairwise(here))
+    after = [replace(one, born=gone.get(one.born, ends[bisect_right(ends, one.born)])) for one in kept]
     highest, _ = scene.highest_without(after)
     saved = scene.report.peak.allocated - highest
     if saved < scene.part_of_peak(20):

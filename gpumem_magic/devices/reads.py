@@ -218,6 +218,9 @@ def _stack(line: _Line) -> Iterator[_Line]:
     package = None
     while frame is not None:
         place, name = (frame.f_code.co_filename, frame.f_lineno or 0), frame.f_globals.get("__name__", "")
+        if name.startswith("IPython."):
+            # What runs the shell is no part of the program.
+            return
         if place == line:
             package = name.partition(".")[0]
         if package is None:

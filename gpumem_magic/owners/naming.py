@@ -51,6 +51,14 @@ _GRAPH = "graph of "
 _TRACEBACK = "traceback"
 
 
+def _holds(cell: types.CellType, wanted: Any) -> bool:
+    try:
+        return wanted is not None and cell.cell_contents is wanted
+    except ValueError:
+        # It is empty as yet.
+        return False
+
+
 class Namer:
     """Names for the numbers of a walk. numbers: those that lead to device memory; children: the links among them."""
 
@@ -163,7 +171,9 @@ class Namer:
             return {id(one): f" local `{name}` of {called}()" for name, one in locals_of(holder).items()}
         if is_a(holder, types.FunctionType):
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
-            return {id(cell): f" closure variable `{name}`" for name, cell in cells} | {
+            # (What a decorator has put around a function goes by that one's name.)
+            inner = dict.get(holder.__dict__, "__wrapped__")
+            return {id(cell): "" if _holds(cell, inner) else f" closure variable `{name}`" for name, cell in cells} | {
                 id(holder.__defaults__): "",
                 id(holder.__kwdefaults__): "",
                 id(holder.__dict__): "",
