@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -635,6 +636,19 @@ def test_an_evaluation_after_training_chooses_nothing() -> None:
         )
         (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
         assert cause.remedy.startswith("Run it inside `with torch.no_grad():`"), cause.remedy
+
+
+def test_of_a_call_that_trains_and_evaluates_a_part_wants_no_graph(tmp_path: Path) -> None:
+    (tmp_path / "experiment_that_evaluates.py").write_text(
+        "def train(model, x):\n    for part in x.split(4096):\n        model(part).mean().backward()\n"
+        "    return model(x).argmax(1).sum()\n"
+    )
+    with notebook("T4") as book:
+        book.cell(f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\nimport experiment_that_evaluates as experiment")
+        book.cell("model = net(1024)\nx = torch.zeros(16384, 1024, device='cuda')")
+        report = book.measured("right = experiment.train(model, x)")
+        (cause,) = [one for one in report.causes if one.name == "missing_no_grad"]
+        assert cause.remedy.startswith("Run the part of it that no backward follows inside `with torch.no_grad():`")
 
 
 def test_a_sum_over_all_pairs_products_is_a_product_of_matrices() -> None:

@@ -12,7 +12,7 @@ from gpumem_magic.causes.graphs import graph_without_backward, without_a_graph
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.program import Written
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
@@ -59,7 +59,9 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
         called = Written("", point.line, point.statement)
         made = f"`{called.shown}` ({called.words})"
     remedy = "Run it inside `with torch.no_grad():`."
-    if _goes_backward_elsewhere(scene, here):
+    if point is not None and _goes_backward_within(scene, point):
+        remedy = "Run the part of it that no backward follows inside `with torch.no_grad():`."
+    elif _goes_backward_elsewhere(scene, here):
         remedy = "Choose inside `with torch.no_grad():`, and run what goes backward once more with its graph."
     elif traced and point is not None and "check_trace" not in point.statement:
         remedy = f"{remedy[:-1]} and with `check_trace=False`: the check runs it again, which takes memory, too."
@@ -125,6 +127,17 @@ def _goes_backward_elsewhere(scene: Scene, unused: Sequence[Allocation]) -> bool
         for one in scene.timeline.allocations
         if (birth := births.get(one.born)) is not None
     )
+
+
+def _goes_backward_within(scene: Scene, point: Checkpoint) -> bool:
+    """Whether a statement, which may call what trains and what evaluates, goes backward itself."""
+    end = point.moment.positions.get(scene.device, 0)
+    if point.begin is not None:
+        begin = point.begin.positions.get(scene.device, 0)
+    else:
+        ends = [one.moment.positions.get(scene.device, 0) for one in scene.recording.checkpoints]
+        begin = max((one for one in ends if one < end), default=0)
+    return any(begin <= scene.start_of(one) < end for one in scene.spans(BACKWARD))
 
 
 def _line_of(scene: Scene, one: Allocation) -> int:
