@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import gpumem_magic
 from gpumem_magic.devices.base import DeviceFacts
 from gpumem_magic.recording.model import StandIn
-from gpumem_magic.report.failure import failed_request
+from gpumem_magic.report.failure import failed_request, named_error
 from gpumem_magic.report.model import ALLOCATED_CATEGORIES, CATEGORIES, Cause, Folded, ReportError, Skipped, TensorGroup
 from gpumem_magic.session import device
 from gpumem_magic.views import explain, what_failed
@@ -518,3 +518,17 @@ def test_devices_that_peak_alike_are_one_sentence() -> None:
     device.off()
     assert len(kept) == 4
     assert "On cuda:1, 3 the peak is 4.0 MiB each. On cuda:2 the peak is 8.0 MiB." in measured.report.answer
+
+
+@pytest.mark.parametrize(
+    ("behind", "ends"),
+    [
+        (" (when checking argument in method wrapper_CUDA_addmm)", "cuda:0."),
+        (" (of both), and words that go on for very long behind it", " …"),
+    ],
+)
+def test_a_long_errors_parentheses_are_left_out_first(behind: str, ends: str) -> None:
+    said = (
+        "Expected all tensors to be on the same device, but got mat1 is on cpu, different from other tensors on cuda:0"
+    )
+    assert named_error(ReportError("RuntimeError", said + behind, 84)).endswith(ends)

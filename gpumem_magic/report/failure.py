@@ -74,6 +74,10 @@ def named_error(error: ReportError) -> str:
     """An error's kind, place and own words, cut where they are long."""
     said = "" if error.type in _ENDS else " ".join(error.message.replace("`", "'").split())
     whole = f"{error.type}{error.at}{': ' if said else ''}{said.rstrip('.')}"
+    # What a long one says behind its sentence, in parentheses, is left out first.
+    opened = whole.rfind(" (")
+    if len(said) > _WORDS and 0 < opened <= _WORDS and whole.find(")", opened) == len(whole) - 1:
+        return f"{whole[:opened]}."
     end = "" if whole.endswith(("!", "?")) else "."
     return f"{whole}{end}" if len(said) <= _WORDS else textwrap.shorten(whole, _WORDS, placeholder=" …")
 
