@@ -130,6 +130,8 @@ def test_an_upper_factor_has_a_matrix_beside() -> None:
     a = torch.eye(5, device="cuda")
     assert made(lambda: linalg.cholesky_ex(a)) == [100, 4, 160]
     assert made(lambda: linalg.cholesky_ex(a, upper=True)) == [100, 4, 256]
+    # Of two without rows there are the two codes only.
+    assert made(lambda: linalg.cholesky_ex(torch.zeros(2, 0, 0, device="cuda"))) == [8]
 
 
 @pytest.mark.parametrize(

@@ -149,3 +149,39 @@ def test_the_smaller_operators_are_the_same_norm(weight: torch.Tensor | None, ep
     x = torch.linspace(-4, 4, 32, dtype=torch.float64).view(4, 8)
     out, _ = composites._by_smaller_operators(x, (8,), weight, eps)
     torch.testing.assert_close(out, F.rms_norm(x, (8,), weight, eps))
+
+
+@pytest.mark.parametrize(("torch_version", "wrapped"), [("2.6", []), ("2.9", []), ("2.11", [24_000])])
+@pytest.mark.parametrize("surrounding", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_what_is_taken_along_a_dimension_has_indices_of_its_own_since_2_11(
+    torch_version: str, wrapped: list[int], surrounding: Callable[[], Any]
+) -> None:
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
+    try:
+        x = torch.zeros(1000, 8, device="cuda", requires_grad=True)
+        indices = torch.zeros(1, 3, dtype=torch.long, device="cuda")
+        with surrounding():
+            assert made(lambda: torch.take_along_dim(x, indices.expand(1000, 3), 1)) == [*wrapped, 12_000]
+            assert torch.take_along_dim(x, indices, -1).shape == (1000, 3)
+            out = torch.empty(1000, 3, device="cuda")
+            assert made(lambda: torch.take_along_dim(x.detach(), indices, 1, out=out)) == wrapped
+            assert torch.take_along_dim(x, indices).shape == (3,)
+            for args in ((indices[0], 1), (indices.int(), 1), (indices.expand(7, 3), 1), (indices, 2)):
+                with pytest.raises((RuntimeError, IndexError), match=r"imension|Long"):
+                    torch.take_along_dim(x, *args)
+        torch.take_along_dim(x, indices, 1).sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape
+    finally:
+        gpu.turn_off()
+
+
+def test_what_is_taken_along_a_dimension_is_the_hosts() -> None:
+    gpu.turn_on("A100-40GB,torch=2.6,values=real")
+    try:
+        x, indices = torch.randn(1, 5, 4), torch.randint(0, 5, (3, 2, 1))
+        for dim in (1, -2):
+            expected = torch.take_along_dim(x, indices, dim)
+            assert torch.equal(torch.take_along_dim(x.cuda(), indices.cuda(), dim).cpu(), expected)
+    finally:
+        gpu.turn_off()

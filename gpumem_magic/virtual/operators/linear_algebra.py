@@ -306,7 +306,9 @@ def _cholesky(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
 
 def _factorize_half(engine: Engine, device: int, matrices: Any, upper: bool) -> None:
     batch = _batch(matrices.shape)
-    if batch == 1 and matrices.numel():
+    if not matrices.numel():  # (`linalg_cholesky_ex_out` in ``BatchLinearAlgebra.cpp``.)
+        return
+    if batch == 1:
         _by_cusolver(engine, device, cusolver.potrf(matrices.shape[-1], matrices.element_size(), upper))
     with engine.scratch(device, batch * _ADDRESS if batch > 1 else 0):
         pass
