@@ -125,11 +125,13 @@ def test_least_squares_of_a_tall_matrix_multiply_by_all_of_its_reflections() -> 
     assert 974592 in made(lambda: linalg.lstsq(a, b))
 
 
-def test_an_upper_factor_has_a_matrix_beside() -> None:
+def test_an_upper_factor_has_a_matrix_beside_and_factors_of_nothing_codes() -> None:
     gpu.turn_on("H100,torch=2.11")
     a = torch.eye(5, device="cuda")
     assert made(lambda: linalg.cholesky_ex(a)) == [100, 4, 160]
     assert made(lambda: linalg.cholesky_ex(a, upper=True)) == [100, 4, 256]
+    nothing, pivots = torch.zeros(0, 5, device="cuda"), torch.zeros(0, dtype=torch.int, device="cuda")
+    assert made(lambda: linalg.ldl_solve(nothing[:, :0], pivots, nothing)) == []
     # Of two without rows there are the two codes only.
     assert made(lambda: linalg.cholesky_ex(torch.zeros(2, 0, 0, device="cuda"))) == [8]
 

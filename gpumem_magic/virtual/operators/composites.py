@@ -502,7 +502,7 @@ def take_along_dim(self: Any, indices: Any, dim: int | None = None, **out: torch
             wide, places = (one.expand(*whole[:dim], one.shape[dim], *whole[dim:]) for one in (self, indices))
             if version_of(self) >= _WRAPPED_FROM:
                 places = places.remainder(wide.shape[dim])
-            return torch.gather(wide, dim, places, **out)
+            return torch.gather(wide, dim, places, **out)  # type: ignore[arg-type]
     usual = torch._C.DispatchKey.CompositeImplicitAutograd
     by = _aten.take_along_dim.out if out else _aten.take_along_dim.default
     return by._op_dk(usual, self, indices, dim, **out)  # type: ignore[no-any-return]

@@ -487,6 +487,8 @@ def _ldl_solve_kernel(*_: Any, **named: Any) -> str:
 @special(_aten.linalg_ldl_solve.default, table=BESIDE)
 def _ldl_solve(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Pivots of 64 bits."""
+    if not args[0].numel():
+        return []
     return [args[1].numel() * _INDEX, _CODE]
 
 
