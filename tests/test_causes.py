@@ -964,6 +964,22 @@ GUILTY += [
         "makes (16384, 16384) in float32, of which only truth values are wanted: 2,048 MiB for 256 MiB of them",
     ),
     Case(
+        "zeros_for_where",
+        (
+            "x, seen = torch.ones(4096, 4096, device='cuda'), torch.ones(4096, 1, dtype=torch.bool, device='cuda')",
+            "y = torch.where(seen, x, torch.zeros_like(x))",
+        ),
+        "`torch.zeros_like(x)` (line 2) makes 64.0 MiB of one number",
+    ),
+    Case(
+        "log_of_softmax",
+        (
+            "x = torch.zeros(1024, 32000, device='cuda', requires_grad=True)",
+            "y = torch.log(x.softmax(-1) + 1e-9)\ny.mean().backward()",
+        ),
+        "3 tensors of (1024, 32000) that are there at once: 378 MiB",
+    ),
+    Case(
         "other_streams",
         (
             "def sums(stream):\n    with torch.cuda.stream(stream):\n        return mib(200).sum()",

@@ -372,7 +372,7 @@ def test_an_optimizer_and_its_model_from_before_go_together() -> None:
         (cause,) = [one for one in book.measured("y = best(x)").causes if one.name == "unused_models"]
         assert cause.text.startswith("This cell uses neither `opt` (32.0 MiB) nor `old` (16.0 MiB)"), cause.text
         # (The bias, which a loop has left in `p`, goes with its model.)
-        assert cause.remedy.startswith("`del opt; old.cpu()` frees "), cause.remedy
+        assert cause.remedy.startswith("Where no later cell needs `opt`, `del opt; old.cpu()` frees "), cause.remedy
         assert cause.remedy.endswith(" An optimizer's states are lost then."), cause.remedy
         before = book.allocated()
         book.cell("del opt; old.cpu()")

@@ -296,6 +296,34 @@ def learn(advantage):
             "another order",
         ),
         (
+            "x, seen = torch.ones(8192, 8192, device='cuda'), torch.ones(8192, 1, dtype=torch.bool, device='cuda')",
+            "y = torch.where(seen, x, torch.zeros_like(x))",
+            "y = torch.where(seen, x, 0.0)",
+            "zeros_for_where",
+            "`torch.where(mask, x, 0.0)`",
+        ),
+        (
+            "x = torch.zeros(1024, 32000, device='cuda', requires_grad=True)",
+            "y = torch.log(torch.softmax(x, -1) + 1e-9)\ny.mean().backward()",
+            "y = F.log_softmax(x, -1)\ny.mean().backward()",
+            "log_of_softmax",
+            "`F.log_softmax` makes one",
+        ),
+        (
+            "x, w = torch.ones(3, 1024, 1024, device='cuda'), torch.ones(1, device='cuda')",
+            "y = torch.stack([x] * 16) * w",
+            "y = x.expand(16, *x.shape) * w",
+            "expanded_copy",
+            "`x.expand(16, *x.shape)` is a view",
+        ),
+        (
+            "wide = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.ReLU()).cuda()\nx = torch.ones(1, 3, 4096, 4096)",
+            "with torch.no_grad():\n    y = wide(x.cuda()).mean()",
+            "with torch.no_grad():\n    y = sum(wide(part.cuda()).mean() for part in x.split(512, 2))",
+            "large_images",
+            "give it parts of them (crops, tiles)",
+        ),
+        (
             CRITIC,
             "advantage = 1 - critic(x)\nlearn(advantage)",
             "with torch.no_grad():\n    advantage = 1 - critic(x)\nlearn(advantage)",
@@ -348,6 +376,19 @@ def test_half_a_batch_has_a_quarter_of_its_pairs() -> None:
         half = book.measured("steps(2048)")
         less = (report.peak.allocated - half.peak.allocated) / MIB
         assert float(saved.replace(",", "")) == pytest.approx(less, rel=0.02)
+
+
+def test_half_of_what_goes_through_a_model_at_once_takes_half() -> None:
+    with notebook() as book:
+        layers = "layers = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU()).cuda()"
+        cell = "with torch.no_grad():\n    y = layers(torch.zeros({}, 3, 512, 512, device='cuda')).mean()"
+        report = run(book, layers, cell.format(16))
+        cause = named(report, "whole_batch")
+        assert cause.text.startswith("All 16 items go through `layers` at once: 2,048 MiB")
+        (saved,) = re.findall(r"about ([\d,]+) MiB less", cause.remedy)
+        half = book.measured(cell.format(8))
+        less = (report.peak.allocated - half.peak.allocated) / MIB
+        assert float(saved.replace(",", "")) == pytest.approx(less, rel=0.05)
 
 
 def test_weights_in_float32_that_are_most_of_a_forwards_memory_are_told() -> None:

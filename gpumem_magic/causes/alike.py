@@ -38,7 +38,7 @@ def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Al
     kernel the last; what made most first, then the last."""
     counts: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
     trained = _trained(scene)
-    for event, size, birth in _alive(scene):
+    for event, size, birth in births_alive(scene):
         if event not in trained:
             counts[_any_view(birth.shape or ())].append((size, birth.dtype))
     least = scene.part_of_peak(10)
@@ -70,7 +70,7 @@ def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike |
     ]
     births = scene.recording.logs[scene.device].births
     found: dict[CodePlace | None, list[tuple[int, int]]] = defaultdict(list)
-    for event, size, birth in _alive(scene):
+    for event, size, birth in births_alive(scene):
         if event in trained or birth.dtype != dtype or _any_view(birth.shape or ()) != shape:
             continue
         before = bisect_right(events, event)
@@ -88,7 +88,7 @@ def behind(scene: Scene, alike: Alike, fits: Callable[[Birth], bool]) -> Alike |
 def alone(scene: Scene, alike: Alike) -> Alike:
     """The same with those alone that were made at the same place by the same operator."""
     made = alike.birth.kernel, alike.birth.place
-    sizes = [size for _, size, birth in _alive(scene) if (birth.kernel, birth.place) == made]
+    sizes = [size for _, size, birth in births_alive(scene) if (birth.kernel, birth.place) == made]
     return replace(alike, count=len(sizes), bytes=sum(sizes), types=(alike.birth.dtype,) * len(sizes))
 
 
@@ -97,7 +97,7 @@ def made_of_it(scene: Scene, alike: Alike) -> list[Birth]:
     row, shape = scene.start_of_row(alike.event), _any_view(alike.shape)
     return [
         birth
-        for event, _, birth in _alive(scene)
+        for event, _, birth in births_alive(scene)
         if event > alike.event
         and scene.start_of_row(event) == row
         and not birth.node
@@ -114,20 +114,20 @@ def statement_of(scene: Scene, alike: Alike) -> str:
 
 def numbers_alive(scene: Scene, count: int) -> int:
     """The bytes of all that is alive and has as many numbers, whatever views they are."""
-    return sum(size for _, size, birth in _alive(scene) if prod(birth.shape or ()) == count)
+    return sum(size for _, size, birth in births_alive(scene) if prod(birth.shape or ()) == count)
 
 
-def _alive(scene: Scene) -> Iterator[tuple[int, int, Birth]]:
-    """The event, the bytes and how it came to be, of each tensor that is alive, or that the request that failed was for."""
-    births = scene.recording.logs[scene.device].births
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born)
-        if birth is not None and birth.shape is not None:
-            yield one.born, one.size, birth
-    failed = births.get(scene.moment - 1)
-    error = scene.report.error
-    if failed is not None and failed.shape is not None and error is not None and error.wanted is not None:
-        yield scene.moment - 1, error.wanted, failed
+def births_alive(scene: Scene, at_work: bool = False) -> Iterator[tuple[int, int, Birth]]:
+    """The event, the bytes and how it came to be, of each tensor that is alive, or that the request that failed was for. at_work:
+    with what operators take for their own work, which has no shape."""
+    births, error = scene.recording.logs[scene.device].births, scene.report.error
+    living = [(one.born, one.size) for one in scene.timeline.live_at(scene.moment)]
+    if error is not None and error.wanted is not None:
+        living.append((scene.moment - 1, error.wanted))
+    for event, size in living:
+        birth = births.get(event)
+        if birth is not None and (at_work or birth.shape is not None):
+            yield event, size, birth
 
 
 def _trained(scene: Scene) -> set[int]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
 
+from gpumem_magic.causes.alike import births_alive
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.causes.places import quoted
@@ -100,7 +101,7 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
 
 
 def _in_a_forward(scene: Scene) -> Iterator[Cause]:
-    """The same where nothing is trained, and the peak is in a forward that has very many items at once."""
+    """The same where nothing is trained, and the peak is in a forward that has very many items at once, or much of them."""
     forward = next(
         (one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)), None
     )
@@ -113,7 +114,8 @@ def _in_a_forward(scene: Scene) -> Iterator[Cause]:
     living = scene.timeline.live_at(scene.moment)
     parts = batch.parts_of(living)
     size = size_of(parts)
-    if batch.items < _VERY_MANY or 2 * size < size_of(living) or size < WORTH:
+    many = batch.items >= _VERY_MANY or (batch.items >= _LEAST and size >= _LEAST * WORTH)
+    if not many or 2 * size < size_of(living) or size < WORTH:
         return
     # What the program itself keeps of all items is there either way: its results, and what it names.
     end = scene.end_of(forward)
@@ -144,30 +146,40 @@ def large_images(scene: Scene) -> Iterator[Cause]:
     """Where a request failed, most was of one height and width, that of a convolution's result (or length, too): fewer items
     may not do."""
     error = scene.report.error
-    if error is None or error.wanted is None:
+    if (error is not None and error.wanted is None) or (error is None and not _is_of_few(scene)):
         return
     births = scene.recording.logs[scene.device].births
-    living = scene.timeline.live_at(scene.moment)
-    made = [(births.get(one.born), one.size) for one in living] + [(births.get(scene.moment - 1), error.wanted)]
     sizes: Counter[tuple[int, ...]] = Counter()
-    for birth, size in made:
-        if birth is not None and birth.shape is not None and len(birth.shape) in _IMAGES:
+    for _, size, birth in births_alive(scene):
+        if birth.shape is not None and len(birth.shape) in _IMAGES:
             sizes[birth.shape[2:]] += size
     convolved = {birth.shape[2:] for birth in births.values() if birth.shape is not None and "conv" in birth.kernel}
     found = next(((area, size) for area, size in sizes.most_common(1) if area in convolved), None)
-    if found is None or 2 * found[1] < size_of(living) + error.wanted:
+    wanted = error.wanted or 0 if error is not None else 0
+    if found is None or 2 * found[1] < size_of(scene.timeline.live_at(scene.moment)) + wanted:
         return
     area, size = found
+    here = " up to here" if error is not None else ""
     dots, what, part = ("pixels", "Images of half the height and width", "a quarter")
     if len(area) > _OF_AN_IMAGE:
         dots, what, part = ("voxels", "Volumes of half the length in each direction", "an eighth")
     yield Cause(
         "large_images",
-        f"Tensors of {' x '.join(f'{side:,}' for side in area)} {dots} take {human(size)} up to here.",
+        f"Tensors of {' x '.join(f'{side:,}' for side in area)} {dots} take {human(size)}{here}.",
         f"{what} take {part} of that; or give it parts of them (crops, tiles), one at a time.",
         size,
         describes=True,
     )
+
+
+def _is_of_few(scene: Scene) -> bool:
+    """Whether the peak is in a forward without a graph, of few images, and large."""
+    spans = [one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)]
+    if not spans or any(one.graph for one in spans) or scene.report.peak.allocated < _LEAST * WORTH:
+        return False
+    begin = scene.start_of(spans[0])
+    shapes = [birth.shape for event, _, birth in births_alive(scene) if event >= begin and birth.shape]
+    return bool(shapes) and all(len(shape) not in _IMAGES or shape[0] < _LEAST for shape in shapes)
 
 
 class Batch:

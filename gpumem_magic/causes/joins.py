@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gpumem_magic.causes.alike import Alike, bytes_of, made_by
+from gpumem_magic.causes.alike import Alike, births_alive, bytes_of, made_by, statement_of
 from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
@@ -67,13 +67,7 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
 
 def _joined_once(scene: Scene) -> Iterator[Cause]:
     """Parts that are all there still beside what they were joined to."""
-    births = scene.recording.logs[scene.device].births
-    living = [
-        (one.born, one.size, birth) for one in scene.timeline.live_at(scene.moment) if (birth := births.get(one.born))
-    ]
-    error, asked = scene.report.error, births.get(scene.moment - 1)
-    if error is not None and error.wanted and asked is not None:
-        living.append((scene.moment - 1, error.wanted, asked))
+    living = list(births_alive(scene))
     for born, whole, birth in sorted(living, key=lambda each: -each[1]):
         if whole < scene.part_of_peak(4):
             return
@@ -97,27 +91,25 @@ def _joined_once(scene: Scene) -> Iterator[Cause]:
 
 def joined_gradients(scene: Scene) -> Iterator[Cause]:
     """All gradients, or parameters, once more in one piece."""
-    births = scene.recording.logs[scene.device].births
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born) if one.size >= scene.part_of_peak(10) else None
-        if birth is None or birth.node or birth.kernel != "cat" or len(birth.inputs) < _PARTS:
+    for born, joined, birth in births_alive(scene):
+        if joined < scene.part_of_peak(10) or birth.node or birth.kernel != "cat" or len(birth.inputs) < _PARTS:
             continue
         for kind in ("gradients", "parameters"):
-            whole = [each for each in scene.living_in(scene.moment, kind) if each.born < one.born]
+            whole = [each for each in scene.living_in(scene.moment, kind) if each.born < born]
             size = sum(each.requested for each in whole)
-            if len(whole) < _PARTS or abs(size - one.requested) * 10 > one.requested:
+            if len(whole) < _PARTS or 10 * abs(size - bytes_of(birth.shape or (), birth.dtype)) > size:
                 continue
-            alike = Alike(birth.shape or (), 1, one.size, birth, one.born)
-            name = scene.tensors.keeper(one, scene.moment)[1] if scene.tensors is not None else ""
+            alike = Alike(birth.shape or (), 1, joined, birth, born)
+            name = statement_of(scene, alike).strip().partition(" = ")[0]
             normed = scene.program.matches_any(re.compile(rf"\b{re.escape(name)}\.norm\(|norm\(\s*{re.escape(name)}\b"))
             yield Cause(
                 "joined_gradients",
-                f"{made_by(scene, alike)} copies all {kind} into one piece: {human(one.size)} beside {human(size)}.",
+                f"{made_by(scene, alike)} copies all {kind} into one piece: {human(joined)} beside {human(size)}.",
                 "Their norm needs no copy: `torch.nn.utils.get_total_norm(p.grad for p in model.parameters())`, or a norm of "
                 "the norms of each."
                 if name.isidentifier() and normed and kind == "gradients"
                 else "Work on each by itself, or on views of one buffer, where that will do.",
-                one.size,
+                joined,
             )
             return
 

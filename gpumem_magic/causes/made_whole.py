@@ -8,19 +8,30 @@ from collections import defaultdict
 from collections.abc import Iterator
 from math import prod
 
-from gpumem_magic.causes.alike import Alike, bytes_of, made_by, of_birth, statement_of, taken_in_by
+from gpumem_magic.causes.alike import (
+    Alike,
+    births_alive,
+    bytes_of,
+    made_by,
+    of_birth,
+    reader_of_a_view,
+    statement_of,
+    taken_in_by,
+)
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.pairs import PRODUCTS, operands
+from gpumem_magic.causes.pairs import PRODUCTS, is_repeated, operands
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, human, shape_words
 
 # One part in so many of the peak is worth a word, from so many bytes on.
-_SHARE, _LEAST = 3, 16 * MIB
+_SHARE, _LEAST = 4, 16 * MIB
+_OF_A_SORT = 3
 _ROWS = frozenset({"index", "index_select", "embedding"})
 # Of a unit matrix, one row in so many.
 _FEW = 4
 _FULL_SPECTRUM = re.compile(r"\bfft\.(fft[2n]?)\(")
+_THE_SAME = re.compile(r"stack\(\s*\[(\w+)\]\s*\*\s*(\w+)\s*\)$")
 _SUMS = re.compile(r"\bsum\((?!.*dtype)")
 # (Others sort inside: a quantile.)
 _SORTS = re.compile(r"sort\(")
@@ -32,14 +43,9 @@ _FIRST_ONES = re.compile(r"(?:\[[01]\]|\.values|\.indices)?\[[^\]]*:\s*(?!-)\w+\
 
 def made_whole(scene: Scene) -> Iterator[Cause]:
     """At the peak, or where a request failed; of each place all that it has there."""
-    births, error = scene.recording.logs[scene.device].births, scene.report.error
     found: dict[object, list[tuple[int, int, Birth]]] = defaultdict(list)
-    living = [(one.born, one.size) for one in scene.timeline.live_at(scene.moment)]
-    if error is not None and error.wanted:
-        living.append((scene.moment - 1, error.wanted))
-    for event, size in living:
-        birth = births.get(event)
-        if birth is not None and not birth.node and birth.place is not None:
+    for event, size, birth in births_alive(scene, at_work=True):
+        if not birth.node and birth.place is not None:
             found[birth.place].append((event, size, birth))
     for its in found.values():
         size = sum(size for _, size, _ in its)
@@ -56,7 +62,7 @@ def made_whole(scene: Scene) -> Iterator[Cause]:
 def _sorted(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
     """inside: whether the sort is at work."""
     birth, place = alike.birth, alike.birth.place
-    if not inside or not birth.inputs or place is None:
+    if not inside or not birth.inputs or place is None or alike.bytes < scene.part_of_peak(_OF_A_SORT):
         return None
     shape, dtype = birth.inputs[0]
     behind = statement_of(scene, alike).partition(place.expression)[2] if place.expression else ""
@@ -81,7 +87,8 @@ def _sorted(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
 def _summed(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
     shape, dtype = alike.birth.inputs[0] if alike.birth.inputs else ((), "")
     each = bytes_of((), "int64")
-    if not inside or dtype not in _NARROW or alike.bytes < each * prod(shape):
+    # (Of one mask after the other, each is a part as it is.)
+    if not inside or dtype not in _NARROW or alike.bytes < each * prod(shape) or is_repeated(scene, alike):
         return None
     place = alike.birth.place
     half = place is not None and _SUMS.search(place.expression) is not None
@@ -165,7 +172,42 @@ def _blocks(scene: Scene, alike: Alike, _: bool) -> Cause:
     )
 
 
+def _zeros(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    row = scene.start_of_row(alike.event)
+    for event, birth in scene.births:
+        takes = birth.kernel == "where" and alike.shape in (shape for shape, _ in birth.inputs)
+        if event > alike.event and takes and scene.start_of_row(event) == row:
+            size = bytes_of(alike.shape, alike.birth.dtype)
+            return Cause(
+                "zeros_for_where",
+                f"{made_by(scene, alike)} makes {human(size)} of one number for {of_birth(scene, event, birth)}.",
+                "`torch.where` takes the number itself (`torch.where(mask, x, 0.0)`), and needs no tensor of it.",
+                size,
+            )
+    return None
+
+
+def _the_same(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    """``torch.stack([x] * n)``."""
+    place = alike.birth.place
+    written = _THE_SAME.search(place.expression) if place is not None else None
+    reader = reader_of_a_view(scene, alike) if written is not None else ""
+    if written is None or not reader:
+        return None
+    name, times = written.groups()
+    return Cause(
+        "expanded_copy",
+        f"{made_by(scene, alike)} copies the same tensor {times} times: {human(bytes_of(alike.shape, alike.birth.dtype))}.",
+        f"`{name}.expand({times}, *{name}.shape)` is a view, which takes nothing: {reader} reads it as it is.",
+        bytes_of(alike.shape, alike.birth.dtype),
+    )
+
+
 _KINDS = {
+    "stack": _the_same,
+    "zeros_like": _zeros,
+    "full_like": _zeros,
+    "zeros": _zeros,
     "sort": _sorted,
     "sum": _summed,
     "count_nonzero": _summed,

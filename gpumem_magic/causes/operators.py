@@ -12,6 +12,7 @@ from gpumem_magic.causes.alike import (
     alive_in_shapes,
     alone,
     behind,
+    births_alive,
     bytes_of,
     goes_by_numbers,
     made_by,
@@ -62,6 +63,7 @@ _LOSS_IN_PARTS = (
     "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one part's "
     "at once"
 )
+_LOG_OF_SOFTMAX = re.compile(r"\blog\(.*softmax\(|softmax\(.*\.log\(\)$")
 _LOSSES = re.compile(r"entropy|\bloss|dice|target|label", re.I)
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
@@ -230,6 +232,22 @@ def narrowed(scene: Scene) -> Iterator[Cause]:
 
 def wide_losses(scene: Scene) -> Iterator[Cause]:
     """What a loss makes of logits over many classes: their log-softmax, their gradients, copies in another type."""
+    for alike, *_ in alive_in_shapes(scene, _is_log_of_softmax):
+        row = scene.start_of_row(alike.event)
+        steps = [
+            size
+            for event, size, birth in births_alive(scene)
+            if scene.start_of_row(event) == row and birth.shape == alike.shape and not birth.node
+        ]
+        if len(steps) > 1 and sum(steps) >= scene.part_of_peak(4):
+            yield Cause(
+                "log_of_softmax",
+                f"{made_by(scene, alike)} makes {len(steps)} tensors of {shape_words(alike.shape)} that are there at once: "
+                f"{human(sum(steps))}.",
+                "`F.log_softmax` makes one, and is exact for small ones; `F.cross_entropy` takes the logits as they are.",
+                sum(steps) - steps[0],
+            )
+            return
     for alike, *_ in alive_in_shapes(scene, lambda birth: "log_softmax" in birth.kernel):
         if len(alike.shape) < 2 or alike.shape[-1] < _WORDS or alike.bytes < max(WORTH, scene.part_of_peak(3)):
             continue
@@ -307,6 +325,12 @@ def _is_promoted(birth: Birth) -> bool:
         return False
     (wide, _), (small, _) = sorted(birth.inputs, key=lambda each: each[1] == "float32")
     return wide == birth.shape and prod(small) * _TIMES <= prod(wide) and goes_by_numbers(birth.kernel)
+
+
+def _is_log_of_softmax(birth: Birth) -> bool:
+    return (
+        birth.kernel == "log" and birth.place is not None and _LOG_OF_SOFTMAX.search(birth.place.expression) is not None
+    )
 
 
 def _is_head(birth: Birth) -> bool:

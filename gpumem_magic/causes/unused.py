@@ -62,6 +62,9 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
     back = f", and `{roots[models[0]].name}.cuda()` brings the weights back" if models else ""
     states = any(one.kind == "optimizer_state" for number in others for one in its[number])
     lost = " An optimizer's states are lost then." if states else ""
+    where = ""
+    if others:
+        where = f"Where no later cell needs {listed([quoted(roots[number].name) for number in others])}, "
     words = [f"{quoted(roots[number].name)} ({human(size_of(its[number]))})" for number in numbers]
     said = f"does not use {words[0]}, which is" if len(words) == 1 else f"uses none of {listed(words)}, which are"
     if len(words) == _BOTH:
@@ -69,7 +72,7 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
     yield Cause(
         "unused_models",
         f"This cell {said} on the device from before.",
-        f"`{'; '.join(code)}` frees {human(size_of(gone))}{back}.{lost}",
+        f"{where}`{'; '.join(code)}` frees {human(size_of(gone))}{back}.{lost}",
         size_of(everything),
         describes=True,
     )
