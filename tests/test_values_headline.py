@@ -143,14 +143,20 @@ def test_what_autograd_says_of_a_graph_is_not_put_down_to_values() -> None:
         (lambda x: x + torch.ones(300, 300), "on the same device"),
         (lambda x: torch.nn.functional.conv1d(x, torch.ones(1, 300, 1, device="cuda").half()), "weight type"),
         (lambda x: x @ torch.ones(300, 300, device="cuda").half(), "same dtype"),
+        (lambda x: x.T.view(-1), "size and stride"),
+        (lambda x: torch.nn.Linear(300, 2).load_state_dict({"weight": x}), "loading state_dict"),
     ],
 )
-def test_what_is_on_another_device_or_of_another_type_is_not_put_down_to_values(
+def test_what_is_on_another_device_or_of_another_type_or_form_is_not_put_down_to_values(
     wrong: Callable[[torch.Tensor], object], says: str
 ) -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError(x)
+        return x * 2
+
     with pytest.raises(RuntimeError, match=says), gpumem_magic.measure(device="T4,values=auto") as measured:  # noqa: PT012
-        x = unknown()
-        x.sum().item()
+        x = checked(unknown())
         wrong(x)
     assert "does not know" not in measured.report.answer
 

@@ -24,9 +24,10 @@ _OF_VALUES = (
     "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
     "RuntimeError", "StopIteration", "LinAlgError",
 )  # fmt: skip
-# What is so whatever the values are: what autograd says of a graph, and what operators say of devices and types (ATen's
-# `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, and every `data_ptr<T>()`), and torchvision of a build
-# that does not fit (`torchvision/extension.py`).
+# What is so whatever the values are: what autograd says of a graph, what operators say of devices, types and strides (ATen's
+# `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, `AT_DISPATCH_...`, every `data_ptr<T>()`, and `view`),
+# what `Module.load_state_dict`, `Tensor.numpy`, `Tensor.__deepcopy__` and a missing process group say, and torchvision of a
+# build that does not fit (`torchvision/extension.py`).
 _WHATEVER_THE_VALUES = (
     "backward through the graph a second time",
     "does not require grad",
@@ -36,6 +37,12 @@ _WHATEVER_THE_VALUES = (
     "and weight type (",
     "to have the same dtype",
     "expected scalar type",
+    "is not compatible with input tensor's size and stride",
+    "not implemented for '",
+    "in loading state_dict",
+    "Can't call numpy() on",
+    "support the deepcopy protocol",
+    "Default process group has not been initialized",
     "Couldn't load custom C++ ops",
 )
 # What a value flows into is as far from it as the farthest step on the way.
