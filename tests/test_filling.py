@@ -63,3 +63,15 @@ def test_what_is_needed_is_told_behind_what_is_enough() -> None:
 def test_a_parameter_is_no_part_of_the_line_that_made_it() -> None:
     weights = TensorGroup(90 * MIB, 4, "parameters", "float32", (9, 9), line=7, statement="y = f(x)", kept_by="net")
     assert told(weights, group(50, 1, 7)).startswith("90.0 MiB are parameters of `net`")
+
+
+def test_a_category_of_small_parts_is_named_where_nothing_else_is_told_of_it() -> None:
+    """As a cache of keys and values beside the weights of a model, in a file."""
+    weights = TensorGroup(820 * MIB, 9, "parameters", kept_by="m")
+    caches = [TensorGroup(45 * MIB, 9, "kv_cache", kept_by=f"cache{number}") for number in range(4)]
+    both = {"parameters": 820 * MIB, "kv_cache": 180 * MIB}
+    assert in_words([weights, *caches], both) == "820 MiB are parameters of `m`; 180 MiB are KV cache"
+    assert "KV" not in in_words([weights, *caches[:2]], {**both, "kv_cache": 90 * MIB}), "less than an eighth"
+    # What one line made may be of two categories.
+    made = [group(80, 8, 3), group(60, 8, 3, category="activation_gradients")]
+    assert told(*made) == "140 MiB are four (8, 8) float32 tensors of `y = f(x)` (line 3), kept for backward"

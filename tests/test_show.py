@@ -630,7 +630,7 @@ def test_workspace_is_one_item_whichever_line_asked_for_it_first() -> None:
         TensorGroup(20 * MIB, 4, "parameters", kept_by="net"),
     ]
     told = in_words(groups, {"workspace": 81 * MIB, "parameters": 20 * MIB})
-    assert told == "81.0 MiB are workspace (scratch memory of cuBLAS and cuDNN)"
+    assert told == "81.0 MiB are workspace (scratch memory of cuBLAS and cuDNN); 20.0 MiB are parameters of `net`"
 
 
 def test_json_on_standard_output_is_all_that_is_there(

@@ -20,6 +20,8 @@ from gpumem_magic.units import amount, shape_words
 
 # Groups are told until they are so much of what is allocated, in per cent, and at most so many. A table has the others.
 _ENOUGH, MOST = 80, 3
+# A category of which nothing else is told is named where it is one part in so many.
+_NAMED = 8
 # What is said of all where it is so of nearly all, in per cent.
 _NEARLY_ALL = 90
 # These say no more of a tensor than that it is one.
@@ -82,13 +84,20 @@ def in_words(
         left -= one.size
     words: list[str] = []
     untold = dict(categories)
+    named: list[tuple[int, str]] = []
+    missing = {one.category for one in items} - {each.category for one in told for each in one.members}
+    # (Their parts were too small each, or behind what is enough. Where a sentence says what to do, it is not to be buried.)
+    for name in missing - _EXPLAINED.keys() if most >= MOST else ():
+        parts, size = [one for one in items if one.category == name], categories.get(name) or 0
+        if _NAMED * size >= total:
+            named.append((-size, _told(parts[0], 0) if len(parts) == 1 else f"{amount(size)} are {LABELS[name]}"))
     for one in told:
         untold[one.category] = (untold.get(one.category) or 0) - one.size
     for one in reversed(told):
         # What is left of a category is told behind its last part, so that a table's figure is here, too.
         whole, more = categories.get(one.category) or 0, untold.pop(one.category, 0) or 0
         words.append(_told(one, whole if _is_nameless(one.members) or 20 * more >= whole else 0))
-    return "; ".join(reversed(words))
+    return "; ".join([*reversed(words), *(one for _, one in sorted(named))])
 
 
 def _by_line(items: Sequence[_Item]) -> list[_Item]:
