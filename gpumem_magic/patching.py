@@ -14,8 +14,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from operator import is_
 from types import FunctionType, MethodType
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 from gpumem_magic import private
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks.warned import warnings_remembered
 from gpumem_magic.tracebacks import cut
 from gpumem_magic.uninterrupted import whole
 
@@ -195,19 +195,6 @@ class Patches:
 
     def __exit__(self, *error: object) -> None:
         self.undo()
-
-
-@contextmanager
-def warnings_remembered() -> Iterator[None]:
-    """For work that changes warnings' filters and puts them back, as `warnings.catch_warnings` does.
-
-    Python forgets at each change which warnings were shown already, and would show the user's again.
-    """
-    with Patches() as patches:
-        for name in ("_filters_mutated", "_filters_mutated_lock_held"):
-            if hasattr(warnings, name):
-                patches.set(warnings, name, lambda: None)
-        yield
 
 
 _BUILTINS = vars(builtins)

@@ -8,6 +8,7 @@ import tokenize
 from collections.abc import Collection, Iterator, Sequence
 
 from gpumem_magic.looks.fresh import names_given
+from gpumem_magic.looks.parsing import parsed
 
 # What a loop gives a name anew is the same thing again, as in ``model = model.train()``; functions have names of their own.
 _NOT_MAKING = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -21,7 +22,7 @@ class CellDraft:
     """A copy of a program with changes. Positions are those of the text as it was; `finished` puts all changes into it."""
 
     def __init__(self, code: str) -> None:
-        self.tree = ast.parse(code)
+        self.tree = parsed(code)
         self._raw = code.encode()
         self._starts = [0]
         for line in self._raw.splitlines(keepends=True):
@@ -154,7 +155,7 @@ class CellDraft:
             last = end
         code = (raw + self._raw[last:]).decode()
         try:
-            ast.parse(code)
+            parsed(code)
         except SyntaxError:
             raise Unchangeable("the changed text is no program") from None
         if code == self._raw.decode():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 from gpumem_magic.advice.evidence import Evidence, evidence_of
 from gpumem_magic.looks.fresh import made_anew
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.free import DEFAULT, free
 from gpumem_magic.recording.cell import prepare
 from gpumem_magic.session import device as choosing
@@ -44,7 +44,7 @@ class CellTrials:
         def with_libraries(pause: Pause) -> tuple[Tried, Evidence]:
             pause.begin()
             put_on(self.device)
-            import_ahead(ast.parse(code))
+            import_ahead(parsed(code))
             return self._in_the_child(*pause())
 
         with shared_start(with_libraries) as start:

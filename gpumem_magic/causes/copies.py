@@ -13,6 +13,7 @@ from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, together
 from gpumem_magic.causes.program import Written
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of
 from gpumem_magic.recording.model import FORWARD, Span
@@ -415,7 +416,7 @@ def _at(place: Written | None) -> str:
 def _works_on_a_model(scene: Scene, statement: str) -> bool:
     """Whether a statement gives new weights to a model that stays (pruning it, say): it names one and assigns nothing."""
     try:
-        body = ast.parse(textwrap.dedent(statement)).body
+        body = parsed(textwrap.dedent(statement)).body
     except SyntaxError:
         return False
     return bool(body) and all(

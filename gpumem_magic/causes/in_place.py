@@ -11,6 +11,7 @@ import torch
 from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.looks.parsing import parsed_expression
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause
@@ -95,7 +96,7 @@ def _in_place(birth: Birth, target: str) -> tuple[str, bool]:
     if place is None or not same or not goes_by_numbers(birth.kernel) or not hasattr(torch.Tensor, f"{birth.kernel}_"):
         return "", False
     try:
-        node = ast.parse(place.expression, mode="eval").body
+        node = parsed_expression(place.expression)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return "", False
     named = isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and node.left.id == target

@@ -12,6 +12,7 @@ import torch
 from gpumem_magic.causes.alike import Alike, made_by, numbers_alive, size_words, squeezed, taken_in_by
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.looks.parsing import parsed, parsed_expression
 from gpumem_magic.owners.model import Held
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
@@ -137,7 +138,7 @@ def _power(scene: Scene, alike: Alike) -> str:
 
 def _not_expanded(words: str) -> str:
     """``a[:200]`` of ``a[:200, None]``, and ``a`` of ``a[:, None]`` and ``a.unsqueeze(1)``."""
-    node = ast.parse(words, mode="eval").body
+    node = parsed_expression(words)
     if not isinstance(node, ast.Subscript):
         return _INDEXED.sub("", words)
     index = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -155,7 +156,7 @@ def _diagonal(scene: Scene, alike: Alike) -> int:
     if facts is None or place is None:
         return 0
     try:
-        calls = [node for node in ast.walk(ast.parse(facts.statement.strip())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(parsed(facts.statement.strip())) if isinstance(node, ast.Call)]
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return 0
     for call in calls:
@@ -276,7 +277,7 @@ def is_repeated(scene: Scene, alike: Alike) -> bool:
 def operands(expression: str) -> list[str]:
     """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
     try:
-        node = ast.parse(expression, mode="eval").body
+        node = parsed_expression(expression)
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return []
     found: list[ast.expr] = []

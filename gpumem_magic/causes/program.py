@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.recording.model import Checkpoint
 
 # So many cells before this one are read, so many files, and of each so many lines.
@@ -198,7 +199,7 @@ class Text:
 
 def _parsed(source: str) -> list[ast.stmt]:
     try:
-        return ast.parse(_MAGIC.sub(r"\1pass", source)).body
+        return parsed(_MAGIC.sub(r"\1pass", source)).body
     except (SyntaxError, ValueError, RecursionError):
         return []
 
@@ -797,7 +798,7 @@ def _is_empty(value: ast.expr) -> bool:
 def put_into(statement: str) -> str:
     """What a statement adds to a container, as it is written: ``loss`` of ``losses.append(loss)``; "" where that is not plain."""
     try:
-        (node,) = ast.parse(statement.strip()).body
+        (node,) = parsed(statement.strip()).body
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return ""
     value: ast.expr | None = None
@@ -847,7 +848,7 @@ def _unwrapped(source: str) -> tuple[str, int]:
     """A cell's body, and the lines before it: below a magic's line it is an argument of a call, as IPython keeps it."""
     if "run_cell_magic" in source:
         try:
-            body = ast.parse(source).body
+            body = parsed(source).body
         except (SyntaxError, ValueError, RecursionError):
             return "", 0
         for node in body:

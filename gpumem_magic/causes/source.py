@@ -27,6 +27,7 @@ from gpumem_magic.looks.objects import (
     module_of_class,
     mro,
 )
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.traversal import is_users_module
 
 _COMMENT = re.compile(r"#[^\n]*")
@@ -74,7 +75,7 @@ def _text_of(code: CodeType) -> str:
 def only_deleted(source: str) -> frozenset[str]:
     """The names that a cell deletes and gives no value: what they had is of earlier cells."""
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except (SyntaxError, ValueError):  # lines of IPython's
         return frozenset()
     names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]

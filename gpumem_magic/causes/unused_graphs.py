@@ -11,6 +11,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.graphs import graph_without_backward, without_a_graph
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.program import Written
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint
 from gpumem_magic.report.model import Cause
@@ -103,7 +104,7 @@ def target_graphs(scene: Scene) -> Iterator[Cause]:
 
 def _only_compared_with(statement: str, called: str) -> set[str]:
     """The names in a loss' second argument, its target, that are not in its first."""
-    for node in ast.walk(ast.parse(statement.strip())):
+    for node in ast.walk(parsed(statement.strip())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == called:
             given = [*node.args, *(one.value for one in node.keywords if one.arg == "target")][:2]
             names = [{each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in given]

@@ -41,6 +41,7 @@ from gpumem_magic.looks.expressions import (
     whole_numbers,
 )
 from gpumem_magic.looks.given_names import GivenNames
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.looks.wording import Own, Wording
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
@@ -216,7 +217,7 @@ def of_file(file: str) -> FileFlows:
 @lru_cache(maxsize=16)
 def _of_text(source: str) -> FileFlows:
     try:
-        return _FlowReader(ast.parse(source)).found()
+        return _FlowReader(parsed(source)).found()
     except (SyntaxError, ValueError, RecursionError):
         return FileFlows((), (), (), {})
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
+from gpumem_magic.looks.parsing import parsed
+
 
 def names_read(node: ast.AST) -> set[str]:
     return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
@@ -17,7 +19,7 @@ def names_given(node: ast.AST) -> set[str]:
 def made_anew(code: str) -> set[str]:
     """The names that a cell gives a value before anything in it reads them, in loops and under ``with``, too."""
     reader = _Reader()
-    reader.follow(ast.parse(code).body)
+    reader.follow(parsed(code).body)
     return reader.made
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from gpumem_magic.looks.expressions import arguments, called, dotted
 from gpumem_magic.looks.objects import entries_of_class, is_a, is_exactly, module_of_class, mro, name_of_class
+from gpumem_magic.looks.parsing import parsed
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _PLACES = (ast.Attribute, ast.Subscript)
@@ -194,7 +195,7 @@ def _functions_of(owner: type) -> dict[str, _Function]:
 @lru_cache(maxsize=4)
 def _classes_in(source: str) -> list[ast.ClassDef]:
     try:
-        return [one for one in ast.walk(ast.parse(source)) if isinstance(one, ast.ClassDef)]
+        return [one for one in ast.walk(parsed(source)) if isinstance(one, ast.ClassDef)]
     except (SyntaxError, ValueError, RecursionError):
         return []
 

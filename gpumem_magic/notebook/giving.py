@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.looks.warned import warnings_remembered
 
 if TYPE_CHECKING:
     from gpumem_magic.views.progress_line import ProgressLine

@@ -26,7 +26,6 @@ from gpumem_magic.recording import under_way
 from gpumem_magic.recording.cell import CellRun
 from gpumem_magic.recording.hook import without_hooks
 from gpumem_magic.recording.progress import StopRun
-from gpumem_magic.recording.quiet import no_warnings_of
 from gpumem_magic.session import recording
 from gpumem_magic.tracebacks import cut
 from gpumem_magic.uninterrupted import whole
@@ -160,8 +159,7 @@ class MeasuredCell:
                 self._run.leave(traceback)
             if self._recording is not None:
                 place = None if error is None or stopped else self._run.failed(traceback)
-                with no_warnings_of("<unknown>"):  # the cell's text is read again
-                    report = self._recording.close(None if stopped else error, place, self._shell.user_ns)
+                report = self._recording.close(None if stopped else error, place, self._shell.user_ns)
                 self.put_back()
                 self._show(report)
                 exceeded = self._exceeded()

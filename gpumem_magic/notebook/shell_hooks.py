@@ -17,6 +17,7 @@ from IPython.core.async_helpers import _asyncio_runner
 from IPython.core.error import UsageError
 
 from gpumem_magic.failures import swallowed
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording.cell import compiles, place
 from gpumem_magic.recording.source import split_lines
@@ -88,7 +89,7 @@ class ShellHooks:
         if f"'{MAGIC}'" not in text:
             return lines
         try:
-            tree = ast.parse(text)
+            tree = parsed(text)
         except (SyntaxError, ValueError):
             return lines
         waiting: list[ast.Call] = []

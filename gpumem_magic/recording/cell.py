@@ -68,8 +68,7 @@ def place(shell: Any, body: str, lines_above: int = 1) -> _Placed:
     global _placed
     transformed = shell.transform_cell(body)
     above = "\n" * lines_above
-    with no_warnings_of("<unknown>"):
-        aligned, extents = align(body, transformed) or (transformed, {})
+    aligned, extents = align(body, transformed) or (transformed, {})
     extents = {first + lines_above: last + lines_above for first, last in extents.items()}
     found = _Placed(above + body, above + aligned, extents, transformed)
     _placed = shell, body, lines_above, found

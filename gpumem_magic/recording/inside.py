@@ -21,6 +21,7 @@ import torch
 
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks.objects import attribute, from_class, inherits, is_a, name_of_class
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.recording.as_written import Definition, InCode, keep_for_compiler
 from gpumem_magic.recording.hook import new_hook_name
 from gpumem_magic.recording.instrument import Instrumenter, Site, with_constants
@@ -152,7 +153,7 @@ def compiled_again(
     above = "\n" * (function.__code__.co_firstlineno - 1 - indented)
     source = f"{above}if 1:\n{text}" if indented else f"{above}{text}"
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except SyntaxError:
         raise InsideError(f"{words}: its source can't be read by itself") from None
     node = _definition(tree, function.__name__)

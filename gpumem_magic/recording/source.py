@@ -11,6 +11,8 @@ import io
 import tokenize
 from difflib import SequenceMatcher
 
+from gpumem_magic.looks.parsing import parsed
+
 Position = tuple[int, int]  # line from 1, column from 0 in UTF-8 bytes, as in `ast`
 
 _FINDS_BODY = (
@@ -155,6 +157,6 @@ def _groups(lines: list[str], start: int, stop: int) -> list[tuple[int, int]]:
 
 def _same_program(one: str, other: str) -> bool:
     try:
-        return ast.dump(ast.parse(one)) == ast.dump(ast.parse(other))
+        return ast.dump(parsed(one)) == ast.dump(parsed(other))
     except (SyntaxError, ValueError, RecursionError):
         return False

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_magic.attribution.view import DeviceView
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.report.kept import KeptForBackward, kept_of, side_by_side
 from gpumem_magic.units import amount
 from gpumem_magic.views.inside import tree
@@ -58,7 +59,7 @@ def _eager_text(source: str) -> tuple[str, Mapping[str, str]] | None:
     """The program without what it says of `torch.compile`, and names of compiled things with those of what they were made of."""
     undone = _Undone()
     try:
-        return ast.dump(undone.visit(ast.parse(source))), undone.names
+        return ast.dump(undone.visit(parsed(source))), undone.names
     except (SyntaxError, ValueError, RecursionError):
         return None
 

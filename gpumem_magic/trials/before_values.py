@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.trials.counting import with_functions
 
 # Through them code sees all names, whatever it mentions.
@@ -69,6 +70,6 @@ def _is_mention(node: ast.AST, names: Collection[str]) -> bool:
 
 def _parsed(source: str) -> ast.Module | None:
     try:
-        return ast.parse(source)
+        return parsed(source)
     except SyntaxError:
         return None

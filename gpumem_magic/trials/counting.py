@@ -11,6 +11,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from gpumem_magic.looks.code import OWN, whose
+from gpumem_magic.looks.parsing import parsed
 
 AT_LEAST = 20
 """So many iterations of such a program are run before that they repeat says anything."""
@@ -24,7 +25,7 @@ _SHOWING = frozenset({"print", "set_description", "set_postfix", "write", "info"
 def goes_by_its_count(source: str) -> bool:
     """Whether the body of a loop reads the loop's number, or a counter, for more than to show it."""
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except SyntaxError:
         return False
     return any(

@@ -14,7 +14,7 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from gpumem_magic.patching import warnings_remembered
+from gpumem_magic.looks.warned import warnings_remembered
 from gpumem_magic.views.layout import flow, ticks
 from gpumem_magic.views.lines import columns, fit, wrap
 from gpumem_magic.views.palette import PATTERNS, Inks, line_on

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from gpumem_magic import private
-from gpumem_magic.patching import Patches, warnings_remembered
+from gpumem_magic.looks.warned import warnings_remembered
+from gpumem_magic.patching import Patches
 from gpumem_magic.units import counted, human
 from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding, tracing, tuning, whose
 from gpumem_magic.virtual.engine.device import MachineForTorch

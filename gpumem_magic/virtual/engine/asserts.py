@@ -6,6 +6,8 @@ import ast
 import linecache
 from functools import lru_cache
 
+from gpumem_magic.looks.parsing import parsed
+
 
 def asserted(file: str, line: int) -> bool | None:
     """What a flag that this line reads has to be; None where the line asserts nothing, or not plainly that."""
@@ -18,7 +20,7 @@ def _asserts(file: str) -> tuple[tuple[int, int, bool | None], ...]:
     if "assert" not in source:
         return ()
     try:
-        tree = ast.parse(source)
+        tree = parsed(source)
     except (SyntaxError, ValueError, RecursionError):
         return ()
     return tuple(

@@ -16,7 +16,8 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from gpumem_magic.looks.tensors import SPARSE_PARTS, is_tracing, untraced
-from gpumem_magic.patching import Patches, behind_relays, warnings_remembered
+from gpumem_magic.looks.warned import warnings_remembered
+from gpumem_magic.patching import Patches, behind_relays
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.engine import Engine, special
