@@ -298,8 +298,7 @@ def test_a_command_that_a_scheduler_ends_leaves_no_rank_behind(how: str, tmp_pat
     script.write_text(
         "import pathlib, time, torch\n"
         "kept = torch.empty(1 << 20, device='cuda')\n"
-        f"pathlib.Path({str(tmp_path / 'waits')!r}).touch()\n"
-        "time.sleep(600)\n"
+        f"pathlib.Path({str(tmp_path / 'waits')!r}).touch(); time.sleep(600)\n"
     )
     command = [sys.executable, "-m", "gpumem_magic.cli", "run", how, "2", "--device", "T4", "--json", str(target)]
     around = {**os.environ, "GPUMEM_TEST_MARK": str(target)}
@@ -310,4 +309,4 @@ def test_a_command_that_a_scheduler_ends_leaves_no_rank_behind(how: str, tmp_pat
     assert process.returncode == 130
     assert left_behind(target) == []
     ended = [row for row in json.loads(target.read_text("utf-8"))["ranks"]["rows"] if row["state"] == "ended"]
-    assert ended[0]["where"] == "train.py:4"
+    assert ended[0]["where"] == "train.py:3"
