@@ -18,6 +18,7 @@ import pytest
 from IPython.utils.capture import capture_output
 from shell_fakes import shell_with_device
 
+import gpumem_magic
 from gpumem_magic import own_folders
 from gpumem_magic.recording.inside import FunctionRewriter, rewritten
 from gpumem_magic.virtual.card import smi
@@ -347,3 +348,22 @@ def test_the_next_start_removes_what_dead_processes_left(monkeypatch: pytest.Mon
         os.close(held)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"gpumem-magic-alive", "gpumem-magic-young", "others", made.name}
+
+
+def test_the_programs_text_is_read_again_in_one_way() -> None:
+    """`looks.parsing` says nothing; what else uses `ast.parse` reads the program the first time, in a trial's own process, or a
+    text of ours or PyTorch's."""
+    package = Path(gpumem_magic.__file__).parent
+    found = {
+        path.relative_to(package).as_posix()
+        for path in package.rglob("*.py")
+        if "ast.parse(" in path.read_text("utf-8")
+    }
+    assert found - {"looks/parsing.py"} <= {
+        "recording/script.py",
+        "recording/inside.py",
+        "trials/loops.py",
+        "trials/programs.py",
+        "virtual/compiler/tuning.py",
+        "virtual/engine/older_functions.py",
+    }
