@@ -14,6 +14,7 @@ from shell_fakes import clean_shell
 
 import gpumem_magic
 from gpumem_magic.causes import program
+from gpumem_magic.report.model import Cause
 from gpumem_magic.user_report import Report
 
 SETUP = """
@@ -82,3 +83,9 @@ def notebook(device: str = "A100-40GB", setup: str = SETUP) -> Iterator[Notebook
 
 def names(report: Report) -> list[str]:
     return [cause.name for cause in report.causes]
+
+
+def named(report: Report, name: str) -> Cause:
+    """The one cause of that name."""
+    (cause,) = [one for one in report.causes if one.name == name]
+    return cause

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from causes_cells import Notebook, names, notebook
+from causes_cells import Notebook, named, names, notebook
 
 from gpumem_magic import Report
 from gpumem_magic.devices.reads import _stack
@@ -18,11 +18,6 @@ def run(book: Notebook, before: str, cell: str) -> Report:
     report = book.measured(cell)
     assert report.error is None
     return report
-
-
-def named(report: Report, name: str) -> Cause:
-    (cause,) = [one for one in report.causes if one.name == name]
-    return cause
 
 
 def peak_said(cause: Cause) -> float:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from causes_cells import names, notebook
+from causes_cells import named, names, notebook
 
 from gpumem_magic import Report
-from gpumem_magic.report.model import Cause
 
 
 def measured(before: str, cell: str) -> Report:
@@ -15,11 +14,6 @@ def measured(before: str, cell: str) -> Report:
         report = book.measured(cell)
         assert report.error is None
         return report
-
-
-def named(report: Report, name: str) -> Cause:
-    (cause,) = [one for one in report.causes if one.name == name]
-    return cause
 
 
 NUMBERS = "x = torch.rand(1024, 16384, device='cuda')\ny = torch.randint(0, 4096, (64,), device='cuda')\n"
