@@ -3,7 +3,7 @@
     python benchmarks/situations                   tries all, and prints what each got
     python benchmarks/situations --only TEXT       those with TEXT in their names; with --show, their reports too
     python benchmarks/situations --sample          the few that every run of the tests tries
-    python benchmarks/situations --keep            writes what is better than scores.json has it there; nothing is lowered
+    python benchmarks/situations --keep            writes the grades into scores.json, better or worse
 
 The facts are in ``facts.txt`` and ``own.txt``: patterns for the cause, the place, its line in the cell (the magic's own is line
 1) and the remedy. "full" has all of them in the first two lines of the report; "partly" has the cause, or the place with the
@@ -36,7 +36,7 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="the few that the tests try")
     parser.add_argument("--show", action="store_true", help="print the reports")
     parser.add_argument("--json", action="store_true", help="print name -> grade, and why it was skipped")
-    parser.add_argument("--keep", action="store_true", help="write what is better into scores.json")
+    parser.add_argument("--keep", action="store_true", help="write the grades into scores.json, better or worse")
     options = parser.parse_args()
     chosen = [one for one in reading.situations() if options.only in one.name and (one.sample or not options.sample)]
     kept = json.loads(SCORES.read_text("utf-8"))
@@ -75,11 +75,7 @@ def main() -> int:
             print(f"{where}: " + ", ".join(f"{counts[name]} {name}" for name in reversed(grading.GRADES)))
         print(f"skipped: {len(skipped)}")
     if options.keep:
-        better = {
-            name: max(grade, kept.get(name, grading.GRADES[0]), key=grading.GRADES.index)
-            for name, grade in grades.items()
-        }
-        SCORES.write_text(json.dumps({**kept, **better}, indent=0, sort_keys=True) + "\n", "utf-8")
+        SCORES.write_text(json.dumps({**kept, **grades}, indent=0, sort_keys=True) + "\n", "utf-8")
     return 0
 
 

@@ -12,6 +12,7 @@ from gpumem_magic.causes.readings import is_read_again
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Station, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
@@ -115,7 +116,8 @@ def finished_models(scene: Scene) -> Iterator[Cause]:
 
 
 def models_in_a_list(scene: Scene) -> Iterator[Cause]:
-    """Models of one kind in a list or dictionary of the program's, which work one after the other: none while another does."""
+    """Models of one kind in a list or dictionary of the program's, which are trained one after the other: none while another is.
+    (What only answers may do so for each batch: an ensemble. It is told where memory ran out.)"""
     here = [one for one in scene.held if one.kind in _KINDS and one.address in scene.alive]
     for spot in spots(one for one in here if one.kind == "parameter"):
         if spot.container is None or any(MODULE in at.bases for at in _before(spot.held[0], spot.container.node)):
@@ -127,7 +129,8 @@ def models_in_a_list(scene: Scene) -> Iterator[Cause]:
         steps = [span for span in scene.spans(FORWARD, BACKWARD, OPTIMIZER) if not span.failed]
         # (Models that one backward goes through work together.)
         trained = sum(span.kind == BACKWARD for span in steps)
-        if models < _SEVERAL or 2 * size_of(everything) < scene.report.peak.allocated or (trained and trained < models):
+        apart = trained >= models or (not trained and failed_request(scene.report) is not None)
+        if models < _SEVERAL or 2 * size_of(everything) < scene.report.peak.allocated or not apart:
             continue
         states = " with their gradients and states" if any(one.kind == "optimizer_state" for one in everything) else ""
         each = size_of(everything) // models
