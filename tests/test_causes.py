@@ -803,6 +803,14 @@ GUILTY += [
         ),
         "`a + bias` (line 3) reads one as it is",
     ),
+    Case(
+        "expanded_copy",
+        (
+            "x, noise = torch.ones(64, 1, 4096, device='cuda'), torch.ones(64, 64, 4096, device='cuda')",
+            "rows = x.repeat(1, 64, 1)\nboth = torch.cat([rows, noise], -1)",
+        ),
+        "`torch.cat([rows, noise], -1)` (line 3) reads one as it is",
+    ),
     # ljwztc/CLIP-Driven-Universal-Model#55
     Case("filled_in_parts", (CONVOLVED, FILLED), "the peak would be at most"),
     # huggingface/transformers#13019

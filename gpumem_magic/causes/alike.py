@@ -135,12 +135,14 @@ def _trained(scene: Scene) -> set[int]:
 
 
 def reader_of_a_view(scene: Scene, alike: Alike) -> str:
-    """What reads it next, if that would take an expanded view as it is (number by number): ```a + bias` (line 3)``; else ""."""
+    """What reads it next, if that would take an expanded view as it is (number by number, or as a part that is joined):
+    ```a + bias` (line 3)``; else ""."""
     size = prod(alike.shape)
     for event, birth in scene.births:
         shapes = [shape for shape, _ in birth.inputs]
         if event > alike.event and any(prod(shape) == size for shape in shapes):
-            takes = alike.shape in shapes and goes_by_numbers(birth.kernel)
+            # (`cat` copies its parts by their strides: ATen/native/cuda/Shape.cu.)
+            takes = alike.shape in shapes and (goes_by_numbers(birth.kernel) or birth.kernel == "cat")
             return of_birth(scene, event, birth) if takes else ""
     return ""
 
