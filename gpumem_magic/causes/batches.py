@@ -14,7 +14,7 @@ from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD
+from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.failure import failed_row, peak_is_of_a_failed_attempt
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -102,9 +102,7 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
 
 def _in_a_forward(scene: Scene) -> Iterator[Cause]:
     """The same where nothing is trained, and the peak is in a forward that has very many items at once, or much of them."""
-    forward = next(
-        (one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)), None
-    )
+    forward = next(iter(_forwards_at_work(scene)), None)
     if forward is None or forward.failed or forward.graph:
         return
     if sum(one.label == forward.label for one in scene.spans(FORWARD)) > 1:
@@ -143,10 +141,11 @@ def _end_of_row(scene: Scene, position: int) -> int:
 
 
 def large_images(scene: Scene) -> Iterator[Cause]:
-    """Where a request failed, most was of one height and width, that of a convolution's result (or length, too): fewer items
-    may not do."""
+    """Where a request failed, or at the peak of a forward of few images, most is of one height and width, that of a convolution's
+    result (or length, too): fewer items may not do."""
     error = scene.report.error
-    if (error is not None and error.wanted is None) or (error is None and not _is_of_few(scene)):
+    wanted = error.wanted if error is not None else None
+    if wanted is None and (error is not None or not _is_of_few(scene)):
         return
     births = scene.recording.logs[scene.device].births
     sizes: Counter[tuple[int, ...]] = Counter()
@@ -155,11 +154,10 @@ def large_images(scene: Scene) -> Iterator[Cause]:
             sizes[birth.shape[2:]] += size
     convolved = {birth.shape[2:] for birth in births.values() if birth.shape is not None and "conv" in birth.kernel}
     found = next(((area, size) for area, size in sizes.most_common(1) if area in convolved), None)
-    wanted = error.wanted or 0 if error is not None else 0
-    if found is None or 2 * found[1] < size_of(scene.timeline.live_at(scene.moment)) + wanted:
+    if found is None or 2 * found[1] < size_of(scene.timeline.live_at(scene.moment)) + (wanted or 0):
         return
     area, size = found
-    here = " up to here" if error is not None else ""
+    here = "" if wanted is None else " up to here"
     dots, what, part = ("pixels", "Images of half the height and width", "a quarter")
     if len(area) > _OF_AN_IMAGE:
         dots, what, part = ("voxels", "Volumes of half the length in each direction", "an eighth")
@@ -172,9 +170,14 @@ def large_images(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _forwards_at_work(scene: Scene) -> list[Span]:
+    """Those that the moment is in, in their order."""
+    return [one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)]
+
+
 def _is_of_few(scene: Scene) -> bool:
     """Whether the peak is in a forward without a graph, of few images, and large."""
-    spans = [one for one in scene.spans(FORWARD) if scene.start_of(one) <= scene.moment <= scene.end_of(one)]
+    spans = _forwards_at_work(scene)
     if not spans or any(one.graph for one in spans) or scene.report.peak.allocated < _LEAST * WORTH:
         return False
     begin = scene.start_of(spans[0])

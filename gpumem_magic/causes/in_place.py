@@ -10,6 +10,7 @@ import torch
 
 from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.program import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import parsed_expression
 from gpumem_magic.owners.model import size_of
@@ -77,9 +78,7 @@ def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:
 
 def _target(scene: Scene, result: Allocation) -> str:
     """The one name to which the statement that made it gives its value; "" for another statement."""
-    facts = scene.tensors.facts(result) if scene.tensors is not None else None
-    name, equals, _ = facts.statement.strip().partition(" = ") if facts is not None else ("", "", "")
-    return name if equals and name.isidentifier() else ""
+    return name_given(scene.tensors.facts(result).statement) if scene.tensors is not None else ""
 
 
 def _goes_with_it(scene: Scene, given: Allocation, result: Allocation) -> bool:

@@ -10,6 +10,7 @@ from itertools import pairwise
 from gpumem_magic.causes.alike import Alike, births_alive, bytes_of, made_by, statement_of
 from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.program import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
@@ -100,14 +101,14 @@ def joined_gradients(scene: Scene) -> Iterator[Cause]:
             if len(whole) < _PARTS or 10 * abs(size - bytes_of(birth.shape or (), birth.dtype)) > size:
                 continue
             alike = Alike(birth.shape or (), 1, joined, birth, born)
-            name = statement_of(scene, alike).strip().partition(" = ")[0]
+            name = name_given(statement_of(scene, alike))
             normed = scene.program.matches_any(re.compile(rf"\b{re.escape(name)}\.norm\(|norm\(\s*{re.escape(name)}\b"))
             yield Cause(
                 "joined_gradients",
                 f"{made_by(scene, alike)} copies all {kind} into one piece: {human(joined)} beside {human(size)}.",
                 "Their norm needs no copy: `torch.nn.utils.get_total_norm(p.grad for p in model.parameters())`, or a norm of "
                 "the norms of each."
-                if name.isidentifier() and normed and kind == "gradients"
+                if name and normed and kind == "gradients"
                 else "Work on each by itself, or on views of one buffer, where that will do.",
                 joined,
             )

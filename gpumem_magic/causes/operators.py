@@ -25,7 +25,7 @@ from gpumem_magic.causes.alike import (
 )
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.program import Written, name_given
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
@@ -411,8 +411,8 @@ def _index_of(scene: Scene, alike: Alike) -> str:
 
 def _calls_with(scene: Scene, alike: Alike, called: Sequence[str]) -> list[Written]:
     """The statements with a call of one of these that mention the variable that it is made for."""
-    name, equals, _ = statement_of(scene, alike).strip().partition(" = ")
-    if not equals or not name.isidentifier():
+    name = name_given(statement_of(scene, alike))
+    if not name:
         return []
     taken = re.compile(rf"\b{name}\b")
     return [call for each in called for call in scene.program.calls(each) if taken.search(call.statement)]

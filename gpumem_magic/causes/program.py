@@ -795,6 +795,12 @@ def _is_empty(value: ast.expr) -> bool:
     )
 
 
+def name_given(statement: str) -> str:
+    """The one name to which a statement gives its value; "" where it gives it to none, or to something else."""
+    name, equals, _ = statement.strip().partition(" = ")
+    return name if equals and name.isidentifier() else ""
+
+
 def put_into(statement: str) -> str:
     """What a statement adds to a container, as it is written: ``loss`` of ``losses.append(loss)``; "" where that is not plain."""
     try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gpumem_magic.looks.warned import warnings_remembered
 
@@ -12,13 +14,18 @@ def parsed(source: str | bytes) -> ast.Module:
     """`ast.parse`, without what Python says of a text as it reads it (``invalid escape sequence``): it was said when the program
     was compiled, and where a filter makes errors of warnings it would be one. Raises the errors of `ast.parse` otherwise.
     """
-    with warnings_remembered(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with _without_a_word():
         return ast.parse(source)
 
 
 def parsed_expression(source: str) -> ast.expr:
     """The same of one expression."""
+    with _without_a_word():
+        return ast.parse(source, mode="eval").body
+
+
+@contextmanager
+def _without_a_word() -> Iterator[None]:
     with warnings_remembered(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return ast.parse(source, mode="eval").body
+        yield

@@ -64,11 +64,8 @@ def _loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any
 def _full(args: Any) -> Any:
     """A tensor of the size of all shares."""
     input, target = args[:2]
-    return torch.empty(
-        together(input.shape, target.shape),
-        dtype=torch.promote_types(input.dtype, target.dtype),
-        device=input.device,
-    )
+    shape = input.shape if input.shape == target.shape else together(input.shape, target.shape)
+    return torch.empty(shape, dtype=torch.promote_types(input.dtype, target.dtype), device=input.device)
 
 
 def _add_up(engine: Engine, reduction: int, shares: Any, result: Any, device: int) -> None:
