@@ -161,6 +161,135 @@ def test_what_is_on_another_device_or_of_another_type_or_form_is_not_put_down_to
     assert "does not know" not in measured.report.answer
 
 
+# Programs that fail as nothing was found, no name was given a value, or a `raise` of their own was reached; and the same errors
+# in programs that read a value beside.
+_WAYS = {
+    "nothing was found": (
+        """
+        def first(numbers):
+            for place, number in enumerate(numbers):
+                if number > 5:
+                    return place
+        names = ["a", "b"]
+        names[first(x.mean(0).tolist())]
+        """,
+        TypeError,
+        True,
+    ),
+    "nothing was looked up": ("a, b = {5: (1, 2)}.get(int(x.sum()))", TypeError, True),
+    "nothing has a method": (
+        """
+        found = next((word for word in ["a"] if x.max().item() > 5), None)
+        found.upper()
+        """,
+        AttributeError,
+        True,
+    ),
+    "no name yet": (
+        """
+        def best():
+            for turn in range(2):
+                if (x.sum() * turn).item() < -1:
+                    found = turn
+            return found
+        best()
+        """,
+        NameError,
+        True,
+    ),
+    "a raise": (
+        """
+        class Diverged(Exception): pass
+        def check(loss):
+            if not loss > 7:
+                raise Diverged
+        check(x.mean().item())
+        """,
+        Exception,
+        True,
+    ),
+    "a kind of ValueError": (
+        """
+        class Small(ValueError): pass
+        def check(loss):
+            if loss < 7:
+                raise Small(loss)
+        check(x.mean().item())
+        """,
+        ValueError,
+        True,
+    ),
+    "no such method": ("y = x.mean().item()\ny.upper()", AttributeError, False),
+    "no such name": ("y = x.mean().item()\nprint(yy)", NameError, False),
+    "no such name in one line": ("print(x.mean().item(), yy)", NameError, False),
+    "nothing of its own": ("y = x.mean().item()\nNone.upper()", AttributeError, False),
+    "a raise beside": ("y = x.mean().item()\nif len(x) == 300:\n    raise Exception(y)", Exception, False),
+}
+
+
+@pytest.mark.parametrize("name", _WAYS)
+def test_an_error_of_where_values_led_to_is_put_down_to_them(tmp_path: Path, name: str) -> None:
+    code, kind, said = _WAYS[name]
+    place = tmp_path / "program.py"
+    place.write_text(textwrap.dedent(code), "utf-8")
+    with pytest.raises(kind), gpumem_magic.measure(device="T4,values=auto") as measured:
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), {"x": unknown(), "__name__": "program"})
+    assert measured.report.answer.startswith("This may have failed because of a value") is said
+
+
+_LEAVING = """
+import sys
+import torch
+
+x = torch.rand(300, 300, device="cuda")
+y = x @ x
+
+def main():
+    loss = y.norm().item()
+    print("loss", loss)
+    return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        ("if y.norm() < 5:\n    sys.exit('diverged')", True),
+        ("if y.norm() < 5:\n    quit()", True),
+        ("def check(loss):\n    if loss < 5:\n        sys.exit(1)\ncheck(y.norm().item())", True),
+        ("sys.exit(main())", False),
+        ("main()\nsys.exit(3)", False),
+    ],
+)
+def test_an_end_that_goes_by_a_stand_in_is_said_first(tmp_path: Path, end: str, said: bool) -> None:
+    (tmp_path / "train.py").write_text(_LEAVING + end, "utf-8")
+    done = subprocess.run(
+        [warm.executable(), "-m", "gpumem_magic", "run", "--device", "T4", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    told = " ".join((done.stdout + done.stderr).split())
+    assert ("On a real GPU the program may not end where it did: this depends on a value that" in told) is said
+    assert "MiB at the peak" in told
+
+
+def test_an_error_of_the_programs_own_that_was_caught_is_said_first(tmp_path: Path) -> None:
+    code = """
+        class Enough(Exception): pass
+        def step(limit):
+            if x.max().item() < limit:
+                raise Enough
+            return x + 1
+        try:
+            step({limit})
+        except Enough:
+            x + 1
+    """
+    assert run(tmp_path, code.format(limit=9)).startswith(
+        "On a real GPU the error that the program caught may not come"
+    )
+    assert "error" not in run(tmp_path, code.format(limit=-9))
+
+
 def test_an_error_without_a_stand_in_is_the_programs_own() -> None:
     with pytest.raises(AssertionError), gpumem_magic.measure(device="T4,values=auto") as measured:
         assert torch.ones(3, device="cuda").sum() > 5

@@ -142,3 +142,89 @@ def test_the_line_that_hands_them_over_is_the_one_that_fails() -> None:
     with pytest.raises(IndexError) as error:
         step()
     assert str(error.traceback[1].statement).strip() == "return F.cross_entropy(scores, labels)"
+
+
+# Values that a kernel would refuse, in calls that go wrong before one runs; and what is said of that.
+_BEFORE_A_KERNEL: dict[str, tuple[Callable[[], object], str]] = {
+    "scatter": (lambda: unknown(3, 4).scatter(0, on_device(0, 9, 1, 2, rows=2), unknown(1, 1)), "no larger size than src"),
+    "gather": (lambda: unknown(3, 4).gather(1, on_device(*range(8), rows=4)), "index|no larger than self"),
+    "dimensions": (lambda: unknown(3, 4).gather(0, on_device(9)), "same number of dimensions"),
+    "added": (lambda: unknown(3, 4).index_add(0, on_device(9), unknown(1, 5)), "source tensor shape must match"),
+    "copied": (lambda: unknown(3, 4).index_copy(0, on_device(9), unknown(1, 5)), "same slice shapes"),
+    "put": (lambda: unknown(3, 4).put(on_device(99, 1), unknown(3)), "same number of elements"),
+    "rows": (lambda: unknown(3, 4).index_select(0, on_device(9, rows=1)), "Index is supposed to be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _BEFORE_A_KERNEL)
+def test_shapes_that_do_not_fit_are_said_before_values(name: str) -> None:
+    call, words = _BEFORE_A_KERNEL[name]
+    with pytest.raises((RuntimeError, IndexError), match=words):
+        call()
+
+
+def _losses(
+    given: object = (4, 4),
+    wanted: object = (2, 2),
+    blank: int = 0,
+    rows: int = 2,
+    symbols: int = 3,
+    **types: torch.dtype,
+) -> torch.Tensor:
+    scores = unknown(4, 2, symbols).log_softmax(2).to(types.get("scores", torch.float32))
+    lengths = [torch.tensor(one, dtype=types.get("lengths", torch.int64)) for one in (given, wanted)]
+    return F.ctc_loss(scores, on_device(1, 2, 2, 1, rows=rows), *lengths, blank)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda: _losses(given=(5, 4)),
+            r"input_lengths to have value at most 4, but got value 5 \(.* for ctc_loss_gpu\)",
+        ),
+        (lambda: _losses(given=(-1, 4)), "input_lengths to have value at least 0, but got value -1"),
+        (lambda: _losses(wanted=(-1, 2)), "target_lengths to have value at least 0, but got value -1"),
+        (lambda: _losses(wanted=(3, 2)), "size at least 3 at dimension 1, but got size 2 for argument #2 'targets'"),
+        (lambda: _losses(wanted=(1, 2), rows=0), "size 3 at dimension 0, but got size 4 for argument #2 'targets'"),
+        (lambda: _losses(rows=4), "size 2 at dimension 0, but got size 4 for argument #2 'targets'"),
+        (lambda: _losses(given=(4,)), "input_lengths must be of size batch_size"),
+        (lambda: _losses(wanted=(2,)), "target_lengths must be of size batch_size"),
+        (lambda: _losses(blank=3), "blank must be in label range"),
+        (lambda: _losses(lengths=torch.float32), "input_lengths must be integral"),
+        (lambda: _losses(scores=torch.float16), "\"ctc_loss_cuda\" not implemented for 'Half'"),
+    ],
+)
+def test_ctc_loss_looks_at_its_lengths_as_a_card_does(call: Callable[[], object], words: str) -> None:
+    assert _losses(rows=0).shape == _losses(wanted=(0, 1), given=(3, 4)).shape == ()
+    with pytest.raises((RuntimeError, NotImplementedError), match=words):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda x, mask: x.__setitem__(mask.byte(), 1.0),
+            "masked_fill only supports boolean masks, but got dtype Byte",
+        ),
+        (lambda x, mask: x.masked_select(mask.byte()), "masked_select: expected BoolTensor for mask"),
+        (
+            lambda x, mask: torch.where(mask.int(), x, x),
+            "condition to be a boolean tensor, but got a tensor with dtype Int",
+        ),
+        (
+            lambda x, mask: x[mask[:, 0].to(torch.int8)],
+            "tensors used as indices must be long, int, byte or bool tensors",
+        ),
+        (lambda x, mask: torch.bincount(mask[0].int(), unknown(3)), "1-d and have the same length as input"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*uint8:UserWarning")
+def test_masks_and_places_of_other_types_are_refused(
+    call: Callable[[torch.Tensor, torch.Tensor], object], words: str
+) -> None:
+    x, mask = unknown(3, 4), unknown(3, 4) > 0
+    x[mask[:, 0].int() * 0] = 1.0
+    with pytest.raises((RuntimeError, IndexError), match=words):
+        call(x, mask)

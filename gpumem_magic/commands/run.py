@@ -132,7 +132,7 @@ class _MeasuredScript:
         except SystemExit as error:
             # Leaving by sys.exit is no failure, except of a rank that others wait for.
             fails = self.rank is not None and error.code not in (None, 0)
-            self._close(error if fails else None, main_module)
+            self._close(error if fails else None, main_module, left=error)
             self.status = _exit_status(error.code)
         except BaseException as error:
             if ending is not None and ending.came and isinstance(error, KeyboardInterrupt):
@@ -152,13 +152,13 @@ class _MeasuredScript:
             # (It had no word of its own to say why it left.)
             self.left_early, self.status = False, TERMINATED
 
-    def _close(self, failure: BaseException | None, main_module: ModuleType) -> None:
+    def _close(self, failure: BaseException | None, main_module: ModuleType, left: SystemExit | None = None) -> None:
         if self.found is None:
             return
         traceback: TracebackType | None = None if failure is None else failure.__traceback__
         try:
             place = None if failure is None else self.script.failed(traceback)
-            self.report = self.found.close(failure, place, main_module.__dict__)
+            self.report = self.found.close(failure, place, main_module.__dict__, left=left)
         except KeyboardInterrupt:
             say("interrupted while the report was made: there is none")
         except Exception as own:

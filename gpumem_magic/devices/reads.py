@@ -14,8 +14,9 @@ import torch
 from torch.utils.data import dataloader
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.looks.decisions import divides, leads_to, may_be_of_a_value, only_waits, waits
-from gpumem_magic.looks.objects import text
+from gpumem_magic.looks.decisions import divides, is_raised_there, leads_to, may_be_of_a_value, only_waits, waits
+from gpumem_magic.looks.objects import kinds_of, text, traceback_of
+from gpumem_magic.tracebacks import entries
 
 # Reads of one line behind which a loop is taken to wait for a value.
 _MANY = 1000
@@ -150,7 +151,7 @@ class Reads:
             self._seen = 0
         elif id(error) != self._seen:
             self._seen = id(error)
-            if may_be_of_a_value(type(error).__name__, _text_of(error)):
+            if may_be_of_a_value(kinds_of(error), _text_of(error)) or _is_raised(error):
                 self._caught(error)
 
     def _caught(self, error: BaseException) -> None:
@@ -169,6 +170,12 @@ def _position(code: CodeType, offset: int) -> tuple[int | None, int | None]:
         return None, None
     first, _, column, _ = next(islice(code.co_positions(), offset // 2, None), (None, None, None, None))
     return first, column
+
+
+def _is_raised(error: BaseException) -> bool:
+    """Whether a ``raise`` raised it, and not Python or what is written in C."""
+    *_, last = [None, *entries(traceback_of(error))]
+    return last is not None and is_raised_there(last.tb_frame.f_code.co_filename, last.tb_lineno or 0)
 
 
 def _text_of(error: BaseException) -> str:

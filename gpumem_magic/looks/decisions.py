@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 from gpumem_magic.looks import flows, observers
@@ -24,6 +25,8 @@ _OF_VALUES = (
     "AssertionError", "ValueError", "ZeroDivisionError", "OverflowError", "FloatingPointError", "IndexError", "KeyError",
     "RuntimeError", "StopIteration", "LinAlgError",
 )  # fmt: skip
+# Those that tell of None.
+_OF_NOTHING = ("TypeError", "AttributeError")
 # What is so whatever the values are: what autograd says of a graph, what operators say of devices, types and strides (ATen's
 # `common_device_check_failure`, `Convolution.cpp`, `LinearAlgebra.cpp`, `AT_DISPATCH_...`, every `data_ptr<T>()`, and `view`),
 # what `Module.load_state_dict`, `Tensor.numpy`, `Tensor.__deepcopy__` and a missing process group say, and torchvision of a
@@ -59,9 +62,22 @@ def forget() -> None:
         _reached_in.cache_clear()
 
 
-def may_be_of_a_value(kind: str, message: str) -> bool:
-    """Whether an error (its class's name, and its text) may come of a wrong value."""
-    return kind in _OF_VALUES and not any(words in message for words in _WHATEVER_THE_VALUES)
+def may_be_of_a_value(kinds: AbstractSet[str], message: str) -> bool:
+    """Whether an error may come of a wrong value. kinds: the names of its class and of those that this inherits from."""
+    return not kinds.isdisjoint(_OF_VALUES) and not any(words in message for words in _WHATEVER_THE_VALUES)
+
+
+def may_be_of_a_way(kinds: AbstractSet[str], message: str) -> str:
+    """Whether an error may come of the way that values led to: "name", where nothing has given it a value yet, or "nothing", as a
+    search gives it that finds nothing; else ""."""
+    if "NameError" in kinds:
+        return "name"
+    return "nothing" if "NoneType" in message and not kinds.isdisjoint(_OF_NOTHING) else ""
+
+
+def is_raised_there(file: str, line: int) -> bool:
+    """Whether a ``raise`` of the program's or a library's own is at the line."""
+    return any(first <= line <= last for first, last in flows.of_file(file).raises)
 
 
 def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False, places: _Places = ()) -> bool:
@@ -137,15 +153,19 @@ def looks_up(file: str, line: int, places: _Places = ()) -> bool:
     return reached.goes_by("looked up")
 
 
-def leads_to(file: str, read: int, raised: int, raised_in: str = "", made_of_it: bool = False) -> bool:
+def leads_to(
+    file: str, read: int, raised: int, raised_in: str = "", made_of_it: bool = False, around: bool = False
+) -> bool:
     """Whether the statement at the line `raised`, or an ``if`` around it, goes by what the line `read` reads.
 
-    raised_in: that line's file, where it is another. made_of_it: or by what was made of that, or chosen by it."""
+    raised_in: that line's file, where it is another. made_of_it: or by what was made of that, or chosen by it. around: whether
+    only what is around it counts, and not what it tells itself."""
     raised_in = raised_in or file
     number, most = int(raised_in != file), _WAY if made_of_it else _VALUE
     reached = _reached(file, read, (raised_in,))
-    return (number, read) == (0, raised) or any(
+    return ((number, read) == (0, raised) and not around) or any(
         one.first <= raised <= one.last
+        and (one.is_around or not around)
         and (
             reached.has((number, one.source), _VALUE, most)
             or (one.is_around and reached.stands_in((number, one.source)))

@@ -166,13 +166,15 @@ class StatementUses(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FileFlows:
-    """by_key: the flows that a key flows into. spans: of all statements, where they begin and end."""
+    """by_key: the flows that a key flows into. spans: of all statements, where they begin and end. raises: the lines of each
+    ``raise``."""
 
     flows: tuple[Flow, ...]
     tests: tuple[Test, ...]
     statements: tuple[StatementUses, ...]
     by_key: Mapping[Key, Sequence[Flow]]
     spans: tuple[tuple[Place, Place], ...] = ()
+    raises: tuple[tuple[int, int], ...] = ()
 
     def statement_at(self, place: Place) -> Place | None:
         """Where the innermost statement around a place begins."""
@@ -248,7 +250,10 @@ class _FlowReader:
             for node in ast.walk(self._tree)
             if isinstance(node, ast.stmt)
         )
-        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key), spans)
+        raises = tuple(
+            (node.lineno, node.end_lineno or 0) for node in ast.walk(self._tree) if isinstance(node, ast.Raise)
+        )
+        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key), spans, raises)
 
     # ---- scopes and names
 

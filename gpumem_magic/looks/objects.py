@@ -69,6 +69,11 @@ def name_of_class(kind: type) -> str:
     return text(_NAME.__get__(kind))
 
 
+def kinds_of(thing: object) -> frozenset[str]:
+    """The names of its class and of those that this inherits from."""
+    return frozenset(map(name_of_class, mro(type(thing))))
+
+
 def qualified_name(kind: type) -> str:
     return text(_QUALIFIED.__get__(kind))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import takewhile
+from typing import NamedTuple
 
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.code import OWN, whose
@@ -18,13 +19,15 @@ from gpumem_magic.looks.decisions import (
     forget,
     goes_by_an_if,
     is_printed,
+    is_raised_there,
     leads_to,
     looks_up,
     makes_a_size,
     may_be_of_a_value,
+    may_be_of_a_way,
     selects,
 )
-from gpumem_magic.looks.objects import message_of, name_of_class, traceback_of
+from gpumem_magic.looks.objects import kinds_of, message_of, traceback_of
 from gpumem_magic.recording.model import StandIn
 from gpumem_magic.tracebacks import entries
 
@@ -42,10 +45,17 @@ class ReadsWithin:
         reads.note_caught()
         self._marks_before = reads.marks.copy()
 
-    def stand_ins(self, place_of: Callable[[str, int], str], error: BaseException | None = None) -> tuple[StandIn, ...]:
-        """Those since then. place_of: a file and a line as the report writes them. error: what ended the program."""
+    def stand_ins(
+        self,
+        place_of: Callable[[str, int], str],
+        error: BaseException | None = None,
+        left: BaseException | None = None,
+    ) -> tuple[StandIn, ...]:
+        """Those since then. place_of: a file and a line as the report writes them. error: what ended the program; left: what
+        ended it without an error (`sys.exit`)."""
         forget()
-        raised = _raised_in(error)
+        failure = _failure(error)
+        leaving = _Ending(frozenset(), _lines_of(left), "raise") if left is not None else None
         read = self._reads.counts - self._before
         self._reads.note_caught(error)
         marks = self._reads.marks - self._marks_before
@@ -61,10 +71,11 @@ class ReadsWithin:
             if (caller := _own_caller((file, line), self._reads)) is not None:
                 callers.setdefault(place, place_of(*caller))
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
-            if raised and _leads_to_one(
-                (file, line), self._reads.stacks.get((file, line), ()), raised, name_of_class(type(error))
-            ):
+            stack = self._reads.stacks.get((file, line), ())
+            if failure is not None and _leads_to_one((file, line), stack, failure):
                 failing.add(place)
+            if leaving is not None and _leads_to_one((file, line), stack, leaving):
+                decides.setdefault(place, "end")
             back = min(count, self._reads.returned[file, line] - self._returned_before[file, line])
             if back and not is_printed(file, line):
                 returned[place] += back
@@ -86,16 +97,37 @@ class ReadsWithin:
         )
 
 
-def _raised_in(error: BaseException | None) -> tuple[_Line, ...]:
-    """The lines, outermost first, through which an error went that may come of a value."""
-    if error is None or not may_be_of_a_value(name_of_class(type(error)), message_of(error)):
-        return ()
+class _Ending(NamedTuple):
+    """kinds: the names of the error's class and of those that it inherits from. lines: those through which it went, outermost
+    first. of_a_way: it does not come of a value itself, but may of the way that values led to: to a "name" that has no value yet,
+    to what found "nothing", or to a "raise" of the program's own."""
+
+    kinds: frozenset[str]
+    lines: tuple[_Line, ...]
+    of_a_way: str = ""
+
+
+def _failure(error: BaseException | None) -> _Ending | None:
+    """An error that may come of a value, or of where values led to."""
+    lines = () if error is None else _lines_of(error)
+    if error is None or not lines:
+        return None
+    kinds = kinds_of(error)
+    message = message_of(error)
+    if may_be_of_a_value(kinds, message):
+        return _Ending(kinds, lines)
+    way = "raise" if is_raised_there(*lines[-1]) else may_be_of_a_way(kinds, message)
+    return _Ending(kinds, lines, way) if way else None
+
+
+def _lines_of(error: BaseException) -> tuple[_Line, ...]:
     return tuple((one.tb_frame.f_code.co_filename, one.tb_lineno or 0) for one in entries(traceback_of(error)))
 
 
-def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line], kind: str) -> bool:
+def _leads_to_one(read: _Line, stack: Sequence[_Line], failure: _Ending) -> bool:
     """Whether what was read flows into a statement in which the error was raised: in the function where the ways to the two
-    part, or in one that both went through. stack: from where it was read, innermost first. kind: the error's class."""
+    part, or in one that both went through. stack: from where it was read, innermost first."""
+    raised = failure.lines
     files = {file for file, _ in stack} | {read[0]}
     to_error = [place for place in raised if place[0] in files or whose(place[0]) == OWN]
     to_read = list(reversed(stack)) or [read]
@@ -104,14 +136,17 @@ def _leads_to_one(read: _Line, stack: Sequence[_Line], raised: Sequence[_Line], 
         to_read = to_read[to_read.index(to_error[0]) :]
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(to_read, to_error, strict=False)))
     reading, failing = to_read[shared:], to_error[shared:]
-    if kind == "ZeroDivisionError" and whose(raised[-1][0]) == OWN:
+    if "ZeroDivisionError" in failure.kinds and whose(raised[-1][0]) == OWN:
         # What is divided may be any number.
         end, other = raised[-1]
         return any(divides(*one, other, end) for one in reading or to_read[-1:])
-    if shared and not (reading and failing):
-        # One statement read and failed.
-        return True
-    return any(leads_to(*one, end, other, made_of_it=True) for one in reading for other, end in failing)
+    if failure.of_a_way and failing:
+        reading = reading or to_read[-1:]
+    elif shared and not (reading and failing):
+        # One statement read and failed. (It may do both, and no more, where a name is wrong.)
+        return failure.of_a_way in ("", "nothing")
+    around = failure.of_a_way == "raise"
+    return any(leads_to(*one, end, other, made_of_it=True, around=around) for one in reading for other, end in failing)
 
 
 def _own_caller(read: _Line, reads: Reads) -> _Line | None:

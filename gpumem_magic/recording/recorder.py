@@ -243,8 +243,10 @@ class Recorder:
         error: BaseException | None = None,
         failed: Failed | None = None,
         namespace: Mapping[str, Any] | None = None,
+        left: BaseException | None = None,
     ) -> Recording:
-        """Ends the recording and puts everything back. error: the user's, which is read and not kept.
+        """Ends the recording and puts everything back. error: the user's, which is read and not kept; left: what ended the
+        program and is none (`sys.exit`), likewise.
 
         Raises RuntimeError where the recording never started.
         """
@@ -281,7 +283,7 @@ class Recorder:
                     failure = self._place_error(failure, is_out_of_memory(error), reached, failed, logs)
             stand_ins: tuple[StandIn, ...] = ()
             with self._guard("counting stand-ins"):
-                stand_ins = self._reads.stand_ins(self._place, error) if self._reads is not None else ()
+                stand_ins = self._reads.stand_ins(self._place, error, left) if self._reads is not None else ()
             compiled = CompiledCode()
             with self._guard("reading what was compiled"):
                 compiled = self._compiler.read(self._place)

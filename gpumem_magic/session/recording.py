@@ -89,16 +89,20 @@ class ActiveRecording:
         error: BaseException | None = None,
         failed: Failed | None = None,
         user_ns: Mapping[str, Any] | None = None,
+        left: BaseException | None = None,
     ) -> Report:
-        """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept."""
+        """Ends the recording and makes the report, which becomes `last_report()`. The error is read and not kept.
+
+        left: what ended the program where that is no error."""
         # A program may put what it likes in the place of `len`; our own work, and PyTorch's, is done with Python's.
-        return self._builtins.run(self._closed, error, failed, user_ns)
+        return self._builtins.run(self._closed, error, failed, user_ns, left)
 
     def _closed(
         self,
         error: BaseException | None,
         failed: Failed | None,
         user_ns: Mapping[str, Any] | None,
+        left: BaseException | None,
     ) -> Report:
         global _last
         from gpumem_magic.report.build import build_with_labels
@@ -111,7 +115,7 @@ class ActiveRecording:
             with no_automatic_collection():
                 # Its patches came last, and go first.
                 self._why.stop(user_ns, error)
-                recording = self._recorder.finish(error, failed, user_ns)
+                recording = self._recorder.finish(error, failed, user_ns, left)
         finally:
             self.put_back()
         recording = replace(recording, primary=self._primary(recording), holds=self._why.holds(recording.logs))

@@ -100,3 +100,46 @@ def _bucketize(tensor: Any, boundaries: Any, **_: Any) -> None:
     """``Bucketization.cpp``."""
     if boundaries.dim() != 1:
         raise RuntimeError(f"boundaries tensor must be 1 dimension, but got dim({boundaries.dim()})")
+
+
+def refuse_lengths_of_ctc(log_probs: Any, targets: Any, given: Any, wanted: Any, blank: int) -> None:
+    """What CUDA's own kernel looks at before it runs (`ctc_loss_gpu_template` in ``LossCTC.cu``).
+
+    given, wanted: the lengths of the inputs and of the targets; None where they are not known.
+    """
+    if log_probs.dim() != 3:
+        return
+    checked = "(while checking arguments for ctc_loss_gpu)"
+    named = "argument #2 'targets'"
+    if targets.dim() not in (1, 2):
+        raise RuntimeError(
+            f"Expected 1 to 2 dimensions, but got {targets.dim()}-dimensional tensor for {named} {checked}"
+        )
+    steps, batch, symbols = log_probs.shape
+    if not 0 <= blank < symbols:
+        raise RuntimeError("blank must be in label range")
+    for name, lengths in (("input_lengths", given), ("target_lengths", wanted)):
+        if lengths is not None and len(lengths) != batch:
+            raise RuntimeError(f"{name} must be of size batch_size")
+    longest = total = 0
+    for length in map(int, wanted if wanted is not None else ()):
+        if length < 0:
+            raise RuntimeError(f"Expected target_lengths to have value at least 0, but got value {length} {checked}")
+        longest, total = max(longest, length), total + length
+    size = batch if targets.dim() == 2 else total
+    if targets.shape[0] != size and (wanted is not None or targets.dim() == 2):
+        raise RuntimeError(
+            f"Expected tensor to have size {size} at dimension 0, but got size {targets.shape[0]} for {named} {checked}"
+        )
+    if targets.dim() == 2 and targets.shape[1] < longest:
+        raise RuntimeError(
+            f"Expected tensor to have size at least {longest} at dimension 1, but got size {targets.shape[1]} for {named} "
+            f"{checked}"
+        )
+    for length in map(int, given if given is not None else ()):
+        if length < 0:
+            raise RuntimeError(f"Expected input_lengths to have value at least 0, but got value {length} {checked}")
+        if length > steps:
+            raise RuntimeError(
+                f"Expected input_lengths to have value at most {steps}, but got value {length} {checked}"
+            )

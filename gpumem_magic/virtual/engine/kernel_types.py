@@ -52,6 +52,8 @@ _KERNELS: dict[frozenset[torch.dtype], dict[str, str]] = {
         "upsample_nearest3d_out_frame": "upsample_nearest3d _upsample_nearest_exact3d",
     },
     _FLOATS | {torch.bool}: {"im2col_out_cuda": "im2col"},
+    # ``LossCTC.cu``
+    frozenset({torch.float32, torch.float64}): {"ctc_loss_cuda": "_ctc_loss _ctc_loss.Tensor"},
     _INTEGERS: {"bincount_cuda": "bincount"},
     _REALS - {torch.float16, torch.bfloat16}: {"histc": "histc"},
     _REALS: {

@@ -308,7 +308,7 @@ class KnownEngine(ComputingEngine):
         if self._nested:
             return super().perform(func, args, kwargs, device)
         if way.refuses is not None and self.tape is None and any_known((args, *kwargs.values())):
-            self._refuse(way.refuses, func, args, kwargs)
+            self._refuse(way, func, args, kwargs, device)
         if way.looks:
             out = super().perform(func, args, kwargs, device)
             if any_known(args):
@@ -344,12 +344,23 @@ class KnownEngine(ComputingEngine):
             self._nested = False
             self._ahead = None
 
-    def _refuse(self, rule: refused_values.Rule, func: Any, args: Any, kwargs: Any) -> None:
-        """Raises what is to be said of values that the operator's kernel refuses, where they are known."""
+    def _refuse(self, way: Way, func: Any, args: Any, kwargs: Any, device: int) -> None:
+        """Raises what is to be said of values that the operator's kernel refuses, where they are known.
+
+        What does not go together for other reasons (shapes, types) is refused before a kernel runs, and said instead.
+        """
+        assert way.refuses is not None
         with self.lock, torch._C.DisableTorchFunction(), host_only():
-            error = refused_values.refusal(func, rule, self._looked_through, args, kwargs)
-        if error is not None:
-            raise error
+            error = refused_values.refusal(func, way.refuses, self._looked_through, args, kwargs)
+        if error is None:
+            return
+        if not way.first:
+            self._nested = True
+            try:
+                super().perform(func, args, kwargs, device)
+            finally:
+                self._nested = False
+        raise error
 
     def _looked_through(self, tensor: Any) -> torch.Tensor | None:
         """The values of an argument on the host where they are known for sure and not too many to look at."""

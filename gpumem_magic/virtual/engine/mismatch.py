@@ -45,9 +45,13 @@ _WITHOUT_NUMBERS = {*_BY_WRAPPER, *overloads("addcdiv addcdiv_ addcmul addcmul_"
 _INDEX_PUTS = set(overloads("index_put index_put_ _index_put_impl_"))
 _FILLS = set(overloads("masked_fill.Scalar masked_fill.Tensor masked_fill_.Scalar masked_fill_.Tensor"))
 
+# What choices are made by.
+_FLAGS = (torch.bool, torch.uint8)
+
+_OF_FILLS = "masked_fill only supports boolean masks, but got dtype {}"
 # What is said of a mask that is not of flags (``cuda/Indexing.cu``).
 _MASKED = {
-    **dict.fromkeys(_FILLS, "masked_fill only supports boolean masks, but got dtype {}"),
+    **dict.fromkeys(_FILLS, _OF_FILLS),
     **dict.fromkeys(
         overloads("masked_scatter masked_scatter_"),
         "masked_scatter_ only supports boolean masks, but got mask with dtype {}",
@@ -241,6 +245,10 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
             )
     if func in _MASKED and args[1].dtype != torch.bool:
         raise RuntimeError(_MASKED[func].format(scalar_name(args[1].dtype)))
+    if func is _aten.where.self and args[0].dtype not in _FLAGS:
+        # (`where_self_out` in ``TensorCompare.cpp``.)
+        name = scalar_name(args[0].dtype)
+        raise RuntimeError(f"where expected condition to be a boolean tensor, but got a tensor with dtype {name}")
     first = _PRODUCTS.get(func)
     if first is not None:
         left, right = args[first], args[first + 1]
@@ -262,6 +270,13 @@ def refuse_mixed_types(func: Any, args: Any) -> None:
         if args[0].dtype in (torch.uint8, torch.int8, torch.int32):
             raise RuntimeError("GET was unable to find an engine to execute this computation")
         raise RuntimeError(f"getCudnnDataTypeFromScalarType() not supported for {scalar_name(args[0].dtype)}")
+
+
+def refuse_mask_of_numbers(mask: Any) -> None:
+    """Of a mask whose places are filled with one number: an assignment to them is `masked_fill_` (`canDispatchToMaskedFill` in
+    ``IndexingUtils.h``)."""
+    if mask.dtype != torch.bool:
+        raise RuntimeError(_OF_FILLS.format(scalar_name(mask.dtype)))
 
 
 def refuse_other_types(first: Any, *others: Any) -> None:

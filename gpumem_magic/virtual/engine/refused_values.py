@@ -185,16 +185,6 @@ def _asserted(values: Values, given: Mapping[str, Any]) -> Exception | None:
     return RuntimeError(given.get("assert_msg") or "Expected Tensor with single nonzero value, but got zero")
 
 
-@_for("_ctc_loss")
-def _too_long(values: Values, given: Mapping[str, Any]) -> Exception | None:
-    lengths, most = given["input_lengths"], given["log_probs"].shape[0]
-    known = values(lengths) if isinstance(lengths, torch.Tensor) else lengths
-    wrong = None if known is None else next((int(one) for one in known if one > most), None)
-    if wrong is None:
-        return None
-    return RuntimeError(f"Expected input_lengths to have value at most {most}, but got value {wrong}")
-
-
 @_for("searchsorted")
 def _sorter(values: Values, given: Mapping[str, Any]) -> Exception | None:
     sorter = given["sorter"]

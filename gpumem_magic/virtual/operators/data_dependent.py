@@ -15,6 +15,7 @@ from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import shares, supplied, values
+from gpumem_magic.virtual.engine.arguments import refuse_lengths_of_ctc
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine, special
@@ -324,6 +325,8 @@ def _positions_into(engine: Engine, device: int, out: Any, dims: int, count: int
 def _masked_select(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     shape = together(args[1].shape, args[0].shape)
     refuse_mixed_devices(func, args, kwargs)
+    if args[1].dtype != torch.bool:
+        raise RuntimeError("masked_select: expected BoolTensor for mask")
     mask = values.exact(args[1])
     known = None if mask is None else int(mask.expand(shape).sum())
     count = _selected(engine, "masked_select", args[1].expand(shape)) if known is None else known
@@ -341,6 +344,8 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     weights = args[1] if len(args) > 1 else kwargs.get("weights")
     if args[0].dim() != 1:
         raise RuntimeError("bincount only supports 1-d non-negative integral inputs.")
+    if weights is not None and args[0].numel() and weights.shape != args[0].shape:
+        raise RuntimeError("weights should be 1-d and have the same length as input")
     host = values.exact(args[0])
     if host is not None:
         size = max(least, int(host.max()) + 1 if host.numel() else 0)
@@ -433,8 +438,10 @@ def _pad_packed(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) 
 @special(_aten._ctc_loss.default, _aten._ctc_loss.Tensor)
 def _ctc_loss(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """One loss for each sequence, and the table of the forward pass: a row for every time step and target position."""
-    log_probs, targets, _, target_lengths = args[:4]
+    log_probs, targets, input_lengths, target_lengths = args[:4]
     host = values.exact(target_lengths) if isinstance(target_lengths, VirtualTensor) else target_lengths
+    given = values.exact(input_lengths) if isinstance(input_lengths, VirtualTensor) else input_lengths
+    refuse_lengths_of_ctc(log_probs, targets, given, host, args[4] if len(args) > 4 else kwargs.get("blank", 0))
     longest = targets.shape[-1] if host is None else max((int(length) for length in host), default=0)
     batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
     with _lengths_on_the_device(engine, batch, device):
@@ -552,7 +559,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     source, indices = args[0], list(args[1])
     if not isinstance(source, VirtualTensor):
         raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor (cpu)")
-    index_lists.refuse_other_masks(source, indices, engine.assumed)
+    index_lists.refuse_others(source, indices, engine.assumed)
     expanded: list[Any] = []
     with ExitStack() as held:
         on_host: list[int] = []

@@ -57,11 +57,17 @@ def with_dims(indices: Any) -> Iterator[tuple[Any, int]]:
         dim += width(index)
 
 
-def refuse_other_masks(source: torch.Tensor, indices: Any, assumed: set[int]) -> None:
-    """A mask has the sizes of the dimensions that it is about (`expandTensors` in ``IndexingUtils.h``).
+_TYPES = (torch.int64, torch.int32, torch.uint8, torch.bool)
+
+
+def refuse_others(source: torch.Tensor, indices: Any, assumed: set[int]) -> None:
+    """Places have one of four types, and a mask has the sizes of the dimensions that it is about (`checkIndexTensorTypes` and
+    `expandTensors` in ``IndexingUtils.h``).
 
     assumed: sizes of which nobody knows what they are on a card, which alone refuse nothing."""
     for index, first in with_dims(indices):
+        if index is not None and index.dtype not in _TYPES:
+            raise IndexError("tensors used as indices must be long, int, byte or bool tensors")
         if index is None or not is_mask(index):
             continue
         pairs = zip(index.shape, source.shape[first:], strict=False)

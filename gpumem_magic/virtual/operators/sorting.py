@@ -20,6 +20,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.mismatch import refuse_mask_of_numbers
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.strides import in_order
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -412,18 +413,21 @@ def _writes_plainly(engine: Engine, args: Any, kwargs: Any) -> bool:
 )
 def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     target, indices, source = args[:3]
-    index_lists.refuse_other_masks(target, indices, engine.assumed)
+    index_lists.refuse_others(target, indices, engine.assumed)
     accumulate = args[3] if len(args) > 3 else kwargs.get("accumulate", False)
     is_checked = func is not _aten._index_put_impl_.default or not (args[4] if len(args) > 4 else kwargs.get("unsafe"))
     if func in IN_PLACE and writes_into_zeros(func, args[0]):
         # (A gradient's own indices are in range.)
         func, is_checked = IN_PLACE[func], False
-    out = engine.run(func, args, kwargs, device)
     given = [(index, dim) for index, dim in index_lists.with_dims(indices) if isinstance(index, torch.Tensor)]
     is_number = not isinstance(source, VirtualTensor)
     on_device = [isinstance(index, VirtualTensor) and index_lists.is_mask(index) for index, _ in given]
-    if is_number and on_device == [True] and not accumulate and source.numel() == 1:
-        # A number for the places of a mask is filled in without looking for them, if the mask is on the device.
+    # A number for the places of a mask is filled in without looking for them, if the mask is on the device.
+    is_filled = is_number and on_device == [True] and not accumulate and source.numel() == 1
+    if is_filled:
+        refuse_mask_of_numbers(given[0][0])
+    out = engine.run(func, args, kwargs, device)
+    if is_filled:
         return out
     shapes: list[tuple[int, ...]] = []
     on_host: list[bool] = []

@@ -178,11 +178,13 @@ def _power(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
 
 
 def _is_of_flags(engine: Engine, args: Any, kwargs: Any) -> bool:
-    return args[0].dtype is not torch.uint8
+    return args[0].dtype is torch.bool
 
 
 @special(_aten.where.self, plain=_is_of_flags, by_looks=True)
 def _where(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if args[0].dtype is not torch.uint8:
+        return engine.run(func, args, kwargs, device)  # which refuses it
     with pushed(engine.mode):
         flags = args[0].bool()
     return engine.run(func, (flags, *args[1:]), kwargs, device)

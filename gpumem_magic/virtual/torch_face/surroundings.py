@@ -249,6 +249,9 @@ class _Runtime:
         return "no error"
 
 
+_INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
 def _ctc_loss(patches: Patches) -> None:
     """CUDA's CTC loss takes its lengths to the host; for tensor subclasses PyTorch leaves them where they are."""
     original = torch.ctc_loss
@@ -262,6 +265,9 @@ def _ctc_loss(patches: Patches) -> None:
                 args[place] if len(args) > place else kwargs.get(name, usual)
                 for place, (name, usual) in enumerate(zip(names, (0, 1, False), strict=True))
             )
+            for name, lengths in (("input_lengths", input_lengths), ("target_lengths", target_lengths)):
+                if isinstance(lengths, torch.Tensor) and lengths.dtype not in _INTEGERS:
+                    raise RuntimeError(f"{name} must be integral")
             if ctc.is_cudnns(log_probs, targets, input_lengths, target_lengths, blank):
                 deterministic = torch.backends.cudnn.deterministic
                 return ctc.loss(log_probs, targets, input_lengths, target_lengths, reduction, deterministic, zero)
