@@ -55,7 +55,7 @@ class ReadsWithin:
         ended it without an error (`sys.exit`)."""
         forget()
         failure = _failure(error)
-        leaving = _Ending(frozenset(), _lines_of(left), "raise") if left is not None else None
+        leaving = _Wrong(frozenset(), _lines_of(left), "raise") if left is not None else None
         read = self._reads.counts - self._before
         self._reads.note_caught(error)
         marks = self._reads.marks - self._marks_before
@@ -97,7 +97,7 @@ class ReadsWithin:
         )
 
 
-class _Ending(NamedTuple):
+class _Wrong(NamedTuple):
     """kinds: the names of the error's class and of those that it inherits from. lines: those through which it went, outermost
     first. of_a_way: it does not come of a value itself, but may of the way that values led to: to a "name" that has no value yet,
     to what found "nothing", or to a "raise" of the program's own."""
@@ -107,7 +107,7 @@ class _Ending(NamedTuple):
     of_a_way: str = ""
 
 
-def _failure(error: BaseException | None) -> _Ending | None:
+def _failure(error: BaseException | None) -> _Wrong | None:
     """An error that may come of a value, or of where values led to."""
     lines = () if error is None else _lines_of(error)
     if error is None or not lines:
@@ -115,16 +115,16 @@ def _failure(error: BaseException | None) -> _Ending | None:
     kinds = kinds_of(error)
     message = message_of(error)
     if may_be_of_a_value(kinds, message):
-        return _Ending(kinds, lines)
+        return _Wrong(kinds, lines)
     way = "raise" if is_raised_there(*lines[-1]) else may_be_of_a_way(kinds, message)
-    return _Ending(kinds, lines, way) if way else None
+    return _Wrong(kinds, lines, way) if way else None
 
 
 def _lines_of(error: BaseException) -> tuple[_Line, ...]:
     return tuple((one.tb_frame.f_code.co_filename, one.tb_lineno or 0) for one in entries(traceback_of(error)))
 
 
-def _leads_to_one(read: _Line, stack: Sequence[_Line], failure: _Ending) -> bool:
+def _leads_to_one(read: _Line, stack: Sequence[_Line], failure: _Wrong) -> bool:
     """Whether what was read flows into a statement in which the error was raised: in the function where the ways to the two
     part, or in one that both went through. stack: from where it was read, innermost first."""
     raised = failure.lines
