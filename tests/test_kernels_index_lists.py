@@ -127,7 +127,9 @@ def test_a_list_comes_before_the_number_that_is_written() -> None:
     assert steps(write) == [("alloc", 3 * 8), ("alloc", 4), ("free_requested", 4), ("free_requested", 3 * 8)]
 
 
-@pytest.mark.parametrize(("version", "positions"), [("2.13", [2 * 8 * 8]), ("2.6", [8 * 8, 8 * 8])])
+@pytest.mark.parametrize(
+    ("version", "positions"), [("2.13", [128]), ("2.9", [128]), ("2.8", [64, 64]), ("2.6", [64, 64])]
+)
 def test_each_list_of_the_host_comes_by_itself(version: str, positions: list[int]) -> None:
     gpu.turn_off()
     gpu.turn_on(f"A100-80GB,torch={version}")

@@ -133,6 +133,24 @@ def test_weights_in_bfloat16_are_gathered_for_each_call() -> None:
         assert (4 * 32 * (16 + 32) + 8 * 32) * 2 in made(lambda: layer(x))
 
 
+def test_layers_in_bfloat16_run_step_by_step_before_2_10() -> None:
+    """As PyTorch's CUDA builds do; float16 has a buffer and a workspace of cuDNN's in both."""
+    asked = {}
+    for version in ("2.9", "2.10"):
+        gpu.turn_on(f"A100-40GB,torch={version}")
+        for dtype in (torch.float16, torch.bfloat16):
+            layer = nn.LSTM(32, 64, device="cuda", dtype=dtype)
+            x = torch.zeros(20, 8, 32, device="cuda", dtype=dtype)
+            asked[version, dtype] = made(partial(layer, x))
+        gpu.turn_off()
+    # Of each step: both halves of the gates, those that the gradient needs, and the states.
+    gates, state = 8 * 4 * 64 * 2, 8 * 64 * 2
+    assert asked["2.9", torch.bfloat16].count(gates) > 20
+    assert asked["2.9", torch.bfloat16].count(state) > 20
+    assert len(asked["2.10", torch.bfloat16]) < 12
+    assert all(len(asked[version, torch.float16]) < 12 for version in ("2.9", "2.10"))
+
+
 @pytest.mark.parametrize(
     ("layer", "width", "numbers"), [(partial(nn.RNN, 64, 64, 3), 64, 66_304), (partial(nn.GRU, 8, 8, 1), 8, 864)]
 )

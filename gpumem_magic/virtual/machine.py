@@ -407,7 +407,7 @@ class VirtualMachine:
             attempt(known_zeros.install)
             attempt(kept_inputs.install, versions)
             rocm = any(generations.is_rocm(workspaces.version_text(device)) for device in self._devices)
-            attempt(recurrent.install, not rocm)
+            attempt(recurrent.install, not rocm, min(versions))
             attempt(cells.install)
             attempt(self._bindings.install)
             # What `torch.cuda.memory._set_allocator_settings` calls, until 2.9 and since.

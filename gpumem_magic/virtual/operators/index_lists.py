@@ -36,8 +36,9 @@ def lies_of_positions(count: int, dims: int) -> list[Lie]:
     return [Lie((count,), (1,))] * dims
 
 
-# Since when the positions of a mask on the host come as one list. (2.11 does so, 2.6 does not; between them it is not known.)
-_POSITIONS_TOGETHER_FROM = (2, 7)
+# Since when the positions of a mask on the host come as one list (`ensure_same_device` in ``IndexingUtils.h``, since 2.9). The
+# builds of 2.6 and 2.8 send each dimension's apart.
+_POSITIONS_TOGETHER_FROM = (2, 9)
 
 
 def is_mask(index: Any) -> bool:

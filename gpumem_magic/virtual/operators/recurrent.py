@@ -41,6 +41,9 @@ _KEPT = {_RELU: 1, _TANH: 1, _LSTM: 5, _GRU: 6}
 # Beside two numbers for each gate, the states that a layer works on: hidden, cell, their gradients.
 _STATES = {_RELU: 1, _TANH: 1, _LSTM: 3, _GRU: 2}
 _DTYPES = (torch.float32, torch.float16, torch.float64, torch.bfloat16)
+# Since when cuDNN takes bfloat16 (pull request 164411): before, `cudnn_is_acceptable` names the other types only. The build of
+# 2.8 goes cell by cell.
+_BFLOAT16_FROM = (2, 10)
 
 
 # The first PyTorch for which the recorded calls stand (cuDNN 9.10).
@@ -326,6 +329,7 @@ class _HasCudnn:
     """Of the devices that are on."""
 
     has_cudnn = False
+    takes_bfloat16 = False
 
 
 _HAS_CUDNN = _HasCudnn()
@@ -337,6 +341,7 @@ def _acceptable(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
         and torch.backends.cudnn.enabled
         and isinstance(input, VirtualTensor)
         and input.dtype in _DTYPES
+        and (input.dtype != torch.bfloat16 or _HAS_CUDNN.takes_bfloat16)
         and bool(input.numel())
         and all(isinstance(one, VirtualTensor) for one in weights)
         # For vmap, forward derivatives and second derivatives PyTorch has no way through cuDNN's kernel.
@@ -344,8 +349,10 @@ def _acceptable(input: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def install(patches: Patches, has_cudnn: bool) -> None:
-    """Gives the operators cuDNN's way for tensors of the virtual devices. Cards without cuDNN run cell by cell."""
+def install(patches: Patches, has_cudnn: bool, version: tuple[int, int]) -> None:
+    """Gives the operators cuDNN's way for tensors of the virtual devices. Cards without cuDNN run cell by cell.
+
+    version: the oldest PyTorch of the devices."""
     acceptable: Any = torch.backends.cudnn.is_acceptable
 
     def is_acceptable(tensor: Any) -> bool:
@@ -356,6 +363,7 @@ def install(patches: Patches, has_cudnn: bool) -> None:
         return bool(acceptable(tensor))
 
     patches.set(_HAS_CUDNN, "has_cudnn", has_cudnn)
+    patches.set(_HAS_CUDNN, "takes_bfloat16", version >= _BFLOAT16_FROM)
 
     patches.set(torch.backends.cudnn, "is_acceptable", is_acceptable)
     patches.kernels("AutogradCUDA", _WAYS.items())
