@@ -272,6 +272,24 @@ def test_an_end_that_goes_by_a_stand_in_is_said_first(tmp_path: Path, end: str, 
     assert "MiB at the peak" in told
 
 
+@pytest.mark.parametrize(
+    ("handler", "said"), [("RuntimeError", True), ("(ValueError, torch.linalg.LinAlgError)", True), ("KeyError", False)]
+)
+def test_a_matrix_that_may_not_be_definite_within_a_try_is_said_first(tmp_path: Path, handler: str, said: bool) -> None:
+    code = f"""
+        def root(matrix):
+            return torch.linalg.cholesky(matrix)
+        for jitter in range(3):
+            try:
+                made = root(x @ x.T)
+                break
+            except {handler}:
+                x += jitter
+    """
+    assert run(tmp_path, code).startswith("On a real GPU an error may come that the program catches") is said
+    assert "error" not in run(tmp_path, "made = torch.linalg.inv(x)\ntry:\n    x + 1\nexcept RuntimeError:\n    pass")
+
+
 def test_an_error_of_the_programs_own_that_was_caught_is_said_first(tmp_path: Path) -> None:
     code = """
         class Enough(Exception): pass
@@ -410,6 +428,9 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("import steps\ny = x.item()\nsteps.save(y)\ndef save(z):\n    while z > 1: pass", 2, True),
         ("import steps\ndef late():\n    return x.item()\nwhile steps.late(): pass", 3, True),
         ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.late(): pass", 4, False),
+        ("def step():\n    return int(x.item() > 0)\nfor _ in iter(step, 0): pass", 2, True),
+        ("for _ in iter(lambda: x.item(), 0): pass", 1, True),
+        ("def step():\n    return int(x.item() > 0)\nfor _ in iter(other, 0): pass", 2, False),
         (
             "import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.way.late(): pass",
             4,
@@ -489,6 +510,11 @@ def name(v):
         ("y = x.item()\nfound = y > 1 and z or None\nif found is None:\n    train(z)", True),
         ("y = x.item()\nif y is None or y > 1:\n    train(z)", True),
         ("y = x.item()\nif y > 1: extra = net(z)", True),
+        ("y = x.item()\ny > 1 and train(z)", True),
+        ("x.item() > 1 or train(z)", True),
+        ("any(v > 1 for v in x.tolist()) and train(z)", True),
+        ("x.item() > 1 and print(z)", False),
+        ("train(z) and x.item() > 1", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -588,6 +614,14 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("y = x.item()\nif y > 2:\n    loss += margin - other\nloss.backward()", True),
         ("y = x.item()\nif y > 2:\n    right += 1\nright.backward()", False),
         ("y = x.item()\nnets[y](batch)", True),
+        ("nets[x.argmax().item()](batch)", True),
+        ("(small, large)[int(x.sum() > 1)](batch)", True),
+        ("{True: large, False: small}[bool(x.sum() > 1)](batch)", True),
+        ("nets[str(x.int().item() % 4)](batch)", True),
+        ("getattr(self, f'layer{x.item()}')(batch)", True),
+        ("y = x.item()\ntable.get(y)(batch)", True),
+        ("nets[0](x.item())", False),
+        ("getattr(self, name)(x.item())", False),
         ("y = x.item()\nprint(names[y])", False),
         ("y = x.cpu()\nz = y.mean()\nloss(y)", False),
     ],
@@ -621,6 +655,7 @@ def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) 
         ("y = x.item()\nif y > 2:\n    right += 1\nkept.append(right)\nz = torch.tensor(kept)", False),
         ("seen = set()\nseen.update(x.tolist())\nz = torch.tensor(sorted(seen))", True),
         ("seen = Meter()\nseen.update(x.item())\nz = torch.tensor(seen)", False),
+        ("y = list(takewhile(lambda v: v < 3, x.tolist()))\nz = torch.tensor(y)", True),
     ],
 )
 def test_which_lines_select_on_the_host(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -817,6 +852,8 @@ def test_a_way_that_goes_by_a_stand_in_is_said_first() -> None:
         ("if x.item() > 2:\n    length *= 2\ny = torch.randn(length, 9)", True),
         ("if x.item() > best:\n    kept = copy(net)\nnet = Model(kept)", False),
         ("y = rows[: x.max()]", True),
+        ("y = torch.chunk(z, int(x.max()))", True),
+        ("y = z.tensor_split(int(x.max()))", True),
         ("right += out.view(out.size(0), -1).argmax(1).eq(y).sum().item()", False),
         ("right = x.sum().item()\nprint(100 * right / total)\nraise ValueError(right)", False),
         ("self.n = x.max().item()\nself.head = Model(self.other)", False),

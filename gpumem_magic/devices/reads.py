@@ -14,7 +14,15 @@ import torch
 from torch.utils.data import dataloader
 
 from gpumem_magic.looks.code import OWN, whose
-from gpumem_magic.looks.decisions import divides, is_raised_there, leads_to, may_be_of_a_value, only_waits, waits
+from gpumem_magic.looks.decisions import (
+    divides,
+    is_raised_there,
+    is_tried,
+    leads_to,
+    may_be_of_a_value,
+    only_waits,
+    waits,
+)
 from gpumem_magic.looks.objects import kinds_of, text, traceback_of
 from gpumem_magic.tracebacks import entries
 
@@ -136,6 +144,15 @@ class Reads:
             f"know: {what}",
             stacklevel=4,
         )
+
+    def may_raise(self, line: _Line) -> None:
+        """The line runs an operator that fails for some values. Noted where the program would catch that."""
+        stack = tuple(_stack(line))
+        if any(whose(place[0]) == OWN and is_tried(*place) for place in (line, *stack)):
+            self.stacks.setdefault(line, stack)
+            self.counts[line] += 1
+            self.latest = line
+            self.marks[line[0], line[1], "tried"] += 1
 
     def places(self, line: _Line) -> tuple[tuple[int, int], ...]:
         """Where in the line it was read: lines, and columns in bytes. Empty where Python does not tell, as before 3.11."""

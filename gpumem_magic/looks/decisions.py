@@ -80,6 +80,11 @@ def is_raised_there(file: str, line: int) -> bool:
     return any(first <= line <= last for first, last in flows.of_file(file).raises)
 
 
+def is_tried(file: str, line: int) -> bool:
+    """Whether an error that an operator raises in the line would be caught around it."""
+    return any(first <= line <= last for first, last in flows.of_file(file).tries)
+
+
 def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False, places: _Places = ()) -> bool:
     """Whether a loop may go on or end by what this line reads. False where the source is not to be had."""
     reached = _reached(file, line, callers, sized, places=places)
@@ -112,9 +117,10 @@ def chooses_a_way(file: str, line: int, callers: Sequence[str] = (), places: _Pl
 def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
     """Whether a function or a module is called, or asked to do something, that was chosen by what this line reads."""
     reached = _reached(file, line, callers, places=places)
-    return any(reached.has(test, _VALUE, _WAY) for test in reached.tests("called")) or any(
-        reached.has(test, _WAY, _WAY) for test in reached.tests("asked")
-    )
+    return any(
+        (test[1].reads and reached.stands_in(test)) or reached.has(test, _VALUE, _WAY)
+        for test in reached.tests("called")
+    ) or any(reached.has(test, _WAY, _WAY) for test in reached.tests("asked"))
 
 
 def goes_by_an_if(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:

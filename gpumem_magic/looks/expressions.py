@@ -23,10 +23,11 @@ _PLAIN_CALLS = ("min", "max", "int", "round", "len", "sum")
 # What chooses among objects by a function of theirs, and what hands a function on to objects.
 _CHOOSING = frozenset(("min", "max", "sorted", "sort", "nlargest", "nsmallest"))
 _OF_TWO = frozenset(("min", "max"))
-_APPLYING = frozenset(("map", "filter"))
+_APPLYING = frozenset(("map", "filter", "takewhile", "dropwhile", "filterfalse", "reduce"))
 # What selects on the host, or keeps each value once.
 _SELECTING = frozenset((
     "where", "nonzero", "argwhere", "flatnonzero", "unique", "compress", "set", "frozenset", "Counter", "fromkeys", "filter",
+    "takewhile", "dropwhile", "filterfalse",
 ))  # fmt: skip
 # What holds each key once; its methods that are given keys.
 _KEYED = frozenset(("set", "dict", "defaultdict", "Counter", "OrderedDict"))

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from gpumem_magic.looks.expressions import (
@@ -68,7 +69,7 @@ _OF_TRUTH = ("loop", "each", "branch", "check", "if", "prints")
 _OF_SIZES = (
     "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
     "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full", "resize_", "unflatten", "narrow", "split",
-    "tile", "broadcast_to",
+    "tile", "broadcast_to", "chunk", "tensor_split", "pad", "unfold", "topk", "multinomial",
 )  # fmt: skip
 # What takes factors that sizes are multiplied with.
 _SCALING = ("interpolate", "upsample", "resize")
@@ -167,7 +168,7 @@ class StatementUses(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class FileFlows:
     """by_key: the flows that a key flows into. spans: of all statements, where they begin and end. raises: the lines of each
-    ``raise``."""
+    ``raise``, and of what stands in each ``try`` whose handlers catch what an operator raises."""
 
     flows: tuple[Flow, ...]
     tests: tuple[Test, ...]
@@ -175,6 +176,7 @@ class FileFlows:
     by_key: Mapping[Key, Sequence[Flow]]
     spans: tuple[tuple[Place, Place], ...] = ()
     raises: tuple[tuple[int, int], ...] = ()
+    tries: tuple[tuple[int, int], ...] = ()
 
     def statement_at(self, place: Place) -> Place | None:
         """Where the innermost statement around a place begins."""
@@ -224,6 +226,25 @@ def _of_text(source: str) -> FileFlows:
         return FileFlows((), (), (), {})
 
 
+def _result_of(function: ast.expr) -> ast.expr:
+    """What calling it gives."""
+    if isinstance(function, ast.Lambda):
+        return function.body
+    return ast.copy_location(ast.Call(function, [], []), function)
+
+
+# What gives the object of a name, or of a key.
+_GIVES = frozenset(("getattr", "get", "get_submodule"))
+# What operators raise, and what that is a kind of.
+_OF_OPERATORS = frozenset(("RuntimeError", "LinAlgError", "Exception", "BaseException"))
+
+
+def _catches_operators(handler: ast.ExceptHandler) -> bool:
+    caught = handler.type
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(one is None or dotted(one).rpartition(".")[2] in _OF_OPERATORS for one in kinds)
+
+
 class _FlowReader:
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
@@ -250,10 +271,20 @@ class _FlowReader:
             for node in ast.walk(self._tree)
             if isinstance(node, ast.stmt)
         )
-        raises = tuple(
-            (node.lineno, node.end_lineno or 0) for node in ast.walk(self._tree) if isinstance(node, ast.Raise)
+        nodes = list(ast.walk(self._tree))
+        return FileFlows(
+            tuple(self._flows),
+            tuple(self._tests),
+            tuple(self._statements),
+            dict(by_key),
+            spans,
+            raises=tuple((one.lineno, one.end_lineno or 0) for one in nodes if isinstance(one, ast.Raise)),
+            tries=tuple(
+                (one.body[0].lineno, one.body[-1].end_lineno or 0)
+                for one in nodes
+                if isinstance(one, ast.Try) and any(map(_catches_operators, one.handlers))
+            ),
         )
-        return FileFlows(tuple(self._flows), tuple(self._tests), tuple(self._statements), dict(by_key), spans, raises)
 
     # ---- scopes and names
 
@@ -365,6 +396,9 @@ class _FlowReader:
                 if called(call) == "range":
                     for argument in call.args:
                         self._test(argument, "loop")
+                elif called(call) == "iter" and len(call.args) == 2:
+                    # (Called until it gives the second.)
+                    self._test(_result_of(call.args[0]), "loop")
         elif isinstance(node, ast.Call):
             self._call(node)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
@@ -380,6 +414,11 @@ class _FlowReader:
             for bound in (node.lower, node.upper):
                 if bound is not None:
                     self._size(bound)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.BoolOp):
+            # What stands behind an ``and`` or ``or`` runs by what stands before.
+            for before, behind in pairwise(node.value.values):
+                way = ast.copy_location(ast.IfExp(before, behind, ast.Constant(None)), node)
+                self._branches(way, before, [[behind], []], scope, loop)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._told(node.value)
         elif isinstance(node, ast.IfExp):
@@ -471,6 +510,9 @@ class _FlowReader:
             self._holds(key, call.func.value)  # type: ignore[attr-defined]
         if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
             self._test(call.func if isinstance(call.func, ast.Name) else call.func.slice, "called")
+        elif isinstance(call.func, ast.Call) and called(call.func) in _GIVES:
+            for argument in call.func.args:
+                self._test(argument, "called")
         elif isinstance(call.func, ast.Attribute) and name not in QUIET:
             self._test(call.func.value, "asked")
         if name in _PRINTS:

@@ -159,7 +159,8 @@ class StandIn:
     """How often a line read a value from a virtual device, which has none, and was given a stand-in.
 
     supplied: how many of these were values that the user supplied. decides: what may be made of what the line reads: that a
-    "loop" ends, or the program does ("end"), a "size", an error that is caught ("except"), the way of an ``if`` ("branch"), or
+    "loop" ends, or the program does ("end"), a "size", an error that is caught ("except") or would be ("try"), the way of an
+    ``if`` ("branch"), or
     which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
     is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
     printed, or a text that is made of them, or an ``if`` that only prints goes by it ("text"). latest: nothing was read after
@@ -175,7 +176,19 @@ class StandIn:
         default="",
         metadata={
             "only_with": "decides",
-            "one_of": ("except", "end", "loop", "size", "branch", "choice", "selection", "check", "step", "text"),
+            "one_of": (
+                "except",
+                "try",
+                "end",
+                "loop",
+                "size",
+                "branch",
+                "choice",
+                "selection",
+                "check",
+                "step",
+                "text",
+            ),
         },
     )
     latest: bool = field(default=False, metadata={"only_with": "latest"})

@@ -158,10 +158,11 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, whole, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
+    caught, tried, whole, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
         marks[read[0], read[1], mark]
         for mark in (
             "caught",
+            "tried",
             "whole",
             "sized",
             "list",
@@ -175,6 +176,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     )
     if caught:
         return "except"
+    if tried:
+        return "try"
     if count in (compared, seeding, logged):
         # Nothing but whether an error comes, what workers draw, or what is written down.
         return ""

@@ -39,6 +39,7 @@ _REAL = "`%gpumem_device NAME,values=real` computes values"
 # What a value that nobody knows may have done, the graver first.
 _DOUBTS = {
     "except": "the error that the program caught may not come",
+    "try": "an error may come that the program catches",
     "end": "the program may not end where it did",
     "loop": "a loop may end earlier or later",
     "size": "a size may be different",

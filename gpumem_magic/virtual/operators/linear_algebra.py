@@ -17,7 +17,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of, users_line
 from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.host_calls import host_only
@@ -761,6 +761,8 @@ def _check(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> No
     with pushed(engine.mode):
         args[0].any()
     known = values.exact(args[0])
-    if known is not None:
+    if known is None:
+        engine.reads.may_raise(users_line())
+    else:
         with host_only():
             func(known, *args[1:], **kwargs)
