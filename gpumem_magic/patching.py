@@ -261,7 +261,8 @@ def behind_relays(function: Any) -> Any:
 def _relayed(owner: Any, name: str, value: Any, own: Any, first: First) -> tuple[Any, Callable[[], None]]:
     """What to put there for `value`, and what takes it out of force. Classes and data are put there as they are."""
     relays: list[_Relay] = []
-    found = inspect.getattr_static(owner, name, None)
+    # (What an owner has of its own needs no search, which takes longer than all the rest.)
+    found = vars(owner)[name] if name in vars(owner) else inspect.getattr_static(owner, name, None)
     asked, ask = first(found) or (None, None)
 
     def gone(*args: Any, **kwargs: Any) -> Any:
