@@ -86,6 +86,34 @@ def test_half_the_batch_saves_what_is_said(book: Notebook, cell: str) -> None:
     assert int(said[1]) == pytest.approx((whole.peak.allocated - half.peak.allocated) / MIB, rel=0.03)
 
 
+# What is there before the step leaves little to save.
+BEFORE = """
+wide = nn.Linear(1024, 16384).cuda()
+warm = torch.zeros({beside}, 256, 1024).cuda()
+del warm
+wide(torch.randn({items}, 1024).cuda()).relu().sum().backward()
+"""
+
+
+def test_where_the_peak_would_lie_then_is_said_where_half_of_it_is_not_saved(book: Notebook) -> None:
+    with book.forgetting():
+        most = book.measured(BEFORE.format(items=16384, beside=1400))
+    with book.forgetting():
+        less = book.measured(BEFORE.format(items=8192, beside=1400))
+    with book.forgetting():
+        alone = book.measured(BEFORE.format(items=16384, beside=1))
+    cause, free = of_the_batch(most), of_the_batch(alone)
+    assert cause is not None
+    assert free is not None
+    said = re.fullmatch(
+        r"Half the batch would take about (\d+) MiB less, as the peak would then be at line 4\.", cause.remedy
+    )
+    assert said is not None, cause.remedy
+    assert int(said[1]) == pytest.approx((most.peak.allocated - less.peak.allocated) / MIB, rel=0.03)
+    assert less.answer.endswith("Peak at `warm = torch.zeros(1400, 256, 1024).cuda()`, line 4.")
+    assert "as the peak" not in free.remedy
+
+
 def test_weights_that_a_step_computes_are_neither_parameters_nor_a_batch(book: Notebook) -> None:
     with book.forgetting():
         report = book.measured(COMPUTED)

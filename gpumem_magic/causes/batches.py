@@ -89,13 +89,14 @@ def _at_the_peak(scene: Scene) -> Iterator[Cause]:
     everything = batch.parts_of(scene.timeline.allocations)
     # (Half the batch has a quarter of the pairs.)
     pairs = [replace(one, size=one.size // 2) for one in everything if batch.is_of_pairs(one)]
-    saved = scene.report.peak.allocated - scene.highest_without([*everything, *pairs], share=2)[0]
+    highest, at = scene.highest_without([*everything, *pairs], share=2)
+    saved = scene.report.peak.allocated - highest
     if saved < WORTH // 2:
         return
     yield Cause(
         "whole_batch",
         f"The batch of {batch.items:,} items takes {human(size)} of it, {human(size // batch.items)} an item.",
-        f"Half the batch would take about {human(saved)} less.",
+        f"Half the batch would take about {human(saved)} less{_why_no_more(scene, saved, size, at)}.",
         size,
     )
 
@@ -118,16 +119,30 @@ def _in_a_forward(scene: Scene) -> Iterator[Cause]:
     # What the program itself keeps of all items is there either way: its results, and what it names.
     end = scene.end_of(forward)
     during = [one for one in batch.parts_of(scene.timeline.allocations) if _goes_after(scene, one, end)]
-    saved = scene.report.peak.allocated - scene.highest_without(during, share=2)[0]
+    highest, at = scene.highest_without(during, share=2)
+    saved = scene.report.peak.allocated - highest
     if saved < max(WORTH // 2, scene.part_of_peak(4)):
         return
     yield Cause(
         "whole_batch",
         f"All {batch.items:,} items go through {quoted(forward.label)} at once: {human(size)}, {human(size // batch.items)} an "
         "item.",
-        f"Half of them at a time would take about {human(saved)} less.",
+        f"Half of them at a time would take about {human(saved)} less{_why_no_more(scene, saved, size, at)}.",
         size,
     )
+
+
+def _why_no_more(scene: Scene, saved: int, size: int, at: int) -> str:
+    """Where half of what the batch takes would not all be saved, and the peak would lie at another line then (at: where)."""
+    before, behind = (_line_of(scene, position) for position in (scene.moment, at))
+    if 5 * saved >= 2 * size or not behind or behind == before:
+        return ""
+    return f", as the peak would then be at line {behind}"
+
+
+def _line_of(scene: Scene, position: int) -> int:
+    """The line of the row that this is in; 0: of none."""
+    return next((point.line or 0 for point, start, stop in scene.points if start <= position <= stop), 0)
 
 
 def _goes_after(scene: Scene, one: Allocation, end: int) -> bool:
