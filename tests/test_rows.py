@@ -209,6 +209,24 @@ def test_a_thousand_calls_of_modules_that_take_turns_are_no_thousand_lines(state
     assert [text for text in told if "parts: forward of Model, forward of Loss" in text], told
 
 
+def test_parts_of_one_name_that_move_alike_are_all_put_together_and_others_stay() -> None:
+    """The forwards of a generation, each of which keeps a little more."""
+    forwards = [
+        samples.row("", samples.state(activations=100 + place), kind="part", label="forward", peak=130 + place)
+        for place in range(60)
+    ]
+    encoder = samples.row("", samples.state(activations=100), kind="part", label="forward", peak=300)
+    mark = samples.row("", samples.state(activations=160), kind="part", label="decoded", peak=191)
+    whole = replace(state(4, 100, peak=300), parts=(encoder, *forwards, mark))
+    shown = [entry for entry, _ in opened(report_of([whole, state(5, 200)]))]
+    (joined,) = [entry for entry in shown if entry.kind == SEVERAL]
+    assert joined.rows == tuple(forwards)
+    assert [entry.row.label for entry in shown if len(entry.rows) == 1 and entry.row.kind == "part"] == [
+        "forward",
+        "decoded",
+    ]
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 40), st.integers(0, 60)), min_size=1, max_size=60),

@@ -27,6 +27,7 @@ MOST = 30
 _NUMBERED = re.compile(r"(.*\D)(\d+)\)?", re.DOTALL)
 # One part in so many of the highest allocated bytes is less than a letter or a hairline of a bar.
 _STILL = 400
+_HARDLY = 8  # moves that differ by less than one part in so many
 _PHASES = ("forward", "backward", "optimizer")  # the first word of a phase's label
 
 
@@ -340,7 +341,7 @@ class _Shown:
         if len(self.places) <= most or not weak:
             return
         count = bisect_left(range(1, len(weak)), True, key=lambda count: len(self._joined(weak[:count])) <= most) + 1
-        self.places = self._joined(weak[:count])
+        self.places = self._joined([*weak[:count], *_as_weak(weak, count)])
 
     def _joined(self, weak: Sequence[_Place]) -> list[_Place]:
         chosen = {id(one) for one in weak}
@@ -352,6 +353,23 @@ class _Shown:
             else:
                 found += [_together_at(piece) for piece in _rising(run)]
         return found
+
+
+def _as_weak(weak: Sequence[_Place], count: int) -> Iterator[_Place]:
+    """Of the rest, the parts of the same name in the same place that moved hardly more than the first `count`: the last of two
+    hundred forwards that are put together tell nothing of their own."""
+    most = weak[count - 1].entry.moved
+    most += most // _HARDLY
+
+    def name(one: _Place) -> tuple[int, int, str]:
+        return id(one.body), one.depth, one.entry.row.label
+
+    names = {name(one) for one in weak[:count] if one.entry.row.kind == "part"}
+    for one in weak[count:]:
+        if one.entry.moved > most:
+            return
+        if name(one) in names:
+            yield one
 
 
 def _rising(run: Sequence[_Place]) -> Iterator[list[_Place]]:
