@@ -515,6 +515,13 @@ def name(v):
         ("any(v > 1 for v in x.tolist()) and train(z)", True),
         ("x.item() > 1 and print(z)", False),
         ("train(z) and x.item() > 1", False),
+        # What is under a dictionary's key says nothing of its keys.
+        ("y = x.item()\nseen = {}\nseen[name] = y\nif name not in seen:\n    train(z)", False),
+        ("y = x.item()\nseen = {}\nseen[name] = y\nif seen[name]:\n    train(z)", True),
+        ("y = x.item()\nseen = {}\nseen[y] = z\nif name not in seen:\n    train(z)", True),
+        ("y = x.item()\nseen = {}\nseen[name] = z\nif y in seen:\n    train(z)", True),
+        ("y = x.item()\nseen = []\nseen.append(y)\nif name not in seen:\n    train(z)", True),
+        ("y = x.item()\nseen = {}\nseen = [y]\nif name not in seen:\n    train(z)", True),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:

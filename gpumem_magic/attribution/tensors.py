@@ -22,8 +22,10 @@ from gpumem_magic.attribution.phase_map import PhaseMap, phases_on
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS, is_library, is_python
 from gpumem_magic.devices.base import Birth, CodePlace, DeviceLog, Label
 from gpumem_magic.looks.code import PASSED_OVER, TORCH, cell_of, is_compiler_file, line_at, whose
+from gpumem_magic.looks.fresh import only_deleted
 from gpumem_magic.recording.model import (
     BACKWARD,
+    FORWARD,
     KEPT_BY_GRAPH,
     KEPT_BY_LIST,
     KEPT_BY_NAME,
@@ -116,8 +118,9 @@ class Tensors:
         earlier = bisect_right(names, position, key=itemgetter(0))
         name = names[earlier - 1][1] if earlier else names[0][1] if names else ""
         let_go = ""
-        if earlier and not self._has_still(name, one, position):
-            # By then it was another's.
+        has = self._has_still if earlier else self._has_next
+        if name and not has(name, one, position):
+            # By then it was another's, or yet another's.
             name, let_go = "", name
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
@@ -149,9 +152,16 @@ class Tensors:
             ends_in = self._phases.at_event(one.freed)
             if label.category == "activations" and ends_in is not None and ends_in.kind == BACKWARD:
                 return KEPT_BY_GRAPH, ""
+            if label.category in ("activations", "kv_cache") and self._outlived_its_forward(one, position):
+                return KEPT_BY_GRAPH, ""
             if label.category in ("temporaries", "activation_gradients") or self._is_passing(one):
                 return NOT_KEPT, ""
         return NOT_KNOWN, ""
+
+    def waits_for(self, one: Allocation, position: int) -> str:
+        """The plain name that it gets later, where another has that name first, as what waits for a loop's variable; "" else."""
+        seen, name = next(iter(self._names.get(one.index, ())), (0, ""))
+        return name if seen > position and not self._has_next(name, one, position) else ""
 
     def is_saved(self, one: Allocation) -> bool:
         """Whether a graph keeps it, as far as the first backward's tells: later iterations are taken to do the same."""
@@ -179,7 +189,23 @@ class Tensors:
         """Whether an allocation is among those that a name was last seen to hold, up to a position."""
         seen = self._named[name]
         last = seen[bisect_right(seen, position, key=itemgetter(0)) - 1][0]
+        if any(last <= end <= position for end in self._deletions.get(name, ())):
+            return False
         return (last, one.index) in seen[bisect_left(seen, last, key=itemgetter(0)) :]
+
+    def _has_next(self, name: str, one: Allocation, position: int) -> bool:
+        """Whether an allocation is among those that a name is seen to hold next, behind a position: of what waits for a loop's
+        variable, one at a time has its name. (A list holds what is put into it later as well.)"""
+        if not name.isidentifier():
+            return True
+        seen = self._named[name]
+        first = bisect_right(seen, position, key=itemgetter(0))
+        following = (
+            seen[first:first]
+            if first == len(seen)
+            else seen[first : bisect_right(seen, seen[first][0], key=itemgetter(0))]
+        )
+        return not following or any(index == one.index for _, index in following)
 
     def is_former(self, one: Allocation, name: str, position: int) -> bool:
         """Whether the statement under way has made what a name is seen to hold next, and the name is still another's, as in
@@ -199,6 +225,12 @@ class Tensors:
         """Whether it came and went within one statement."""
         point = self.statement_at(one.born)
         return one.freed is not None and point is not None and self.statement_at(one.freed) is point
+
+    def _outlived_its_forward(self, one: Allocation, position: int) -> bool:
+        """Whether a forward that autograd recorded made it, and had ended by then."""
+        begins, ends = self._recorded_forwards
+        number = bisect_right(begins, one.born) - 1
+        return number >= 0 and one.born < ends[number] <= position
 
     def _place_of_gradient(self, one: Allocation, name: str) -> str:
         """Where the program has its parameter; `name` is the parameter's within its model."""
@@ -259,6 +291,18 @@ class Tensors:
         return {one.line: _first_line(one) for one in reversed(self._recording.checkpoints) if one.kind == "statement"}
 
     @cached_property
+    def _recorded_forwards(self) -> tuple[list[int], list[int]]:
+        """Where the forwards began, and ended, of which autograd recorded what they gave."""
+        pairs = sorted(
+            (one.start.positions[self._device], one.end.positions[self._device])
+            for one in self._recording.spans
+            if one.kind == FORWARD
+            and one.graph
+            and {self._device} <= one.start.positions.keys() & one.end.positions.keys()
+        )
+        return [begin for begin, _ in pairs], [end for _, end in pairs]
+
+    @cached_property
     def _phases(self) -> PhaseMap:
         return PhaseMap(phases_on(self._device, self._recording.spans, self._recording.checkpoints))
 
@@ -294,6 +338,16 @@ class Tensors:
             for position, name in names:
                 found[name].append((position, index))
         return {name: sorted(seen) for name, seen in found.items()}
+
+    @cached_property
+    def _deletions(self) -> Mapping[str, Sequence[int]]:
+        """Name -> where the statements ended that deleted it."""
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for end, point in zip(*self._statements, strict=True):
+            if point.kind == "statement" and point.statement.lstrip().startswith("del "):
+                for name in only_deleted(point.statement):
+                    found[name].append(end)
+        return found
 
     @cached_property
     def _holds(self) -> Mapping[int, Sequence[Hold]]:

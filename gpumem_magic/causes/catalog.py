@@ -46,6 +46,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.data_on_device,
     kept.copied_weights,
     kept.data_ready,
+    kept.data_ahead,
     device_memory.fragmentation,
     device_memory.varying_sizes,
     device_memory.private_pools,
@@ -76,6 +77,7 @@ DETECTORS: tuple[Detector, ...] = (
     untrained.wasted_gradients,
     untrained.frozen_too_late,
     untrained.kept_by_optimizer,
+    untrained.trained_beside_adapters,
     ties.broken_ties,
     copies.built_again,
     copies.built_beside,
@@ -137,6 +139,7 @@ DETECTORS: tuple[Detector, ...] = (
 )
 # Told where nothing is to be mended.
 _SOUND = "steady"
+_FREE = "`%gpumem_free"
 # What these say of the memory is so in sound programs, too.
 DESCRIBING = frozenset(
     {
@@ -185,6 +188,10 @@ _COVERED = {
     "optimizer_states": ("optimizer_history", "optimizer_of_the_former"),
     "growth": ("kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
+    # (Which keeps what the cache held before it grew.)
+    "key_value_cache": ("missing_no_grad",),
+    # (Which says both.)
+    "wasted_gradients": ("retained_graph",),
     "dominating_layer": ("attention_scores",),
     # (Whose parts PyTorch's own function joins.)
     "joined": ("jacobian_of_a_batch",),
@@ -236,6 +243,8 @@ _COVERED_IF_AS_LARGE = {
     "expanded_copy": ("growth",),
     # (Nobody keeps them but for that.)
     "attention_scores": ("asked_for",),
+    # (Of a loss over all pairs.)
+    "wide_loss": ("all_pairs",),
     # There is something better to do about them than fewer at once.
     "graphs_ahead": ("attention_scores",),
 }
@@ -261,8 +270,17 @@ def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
 
 
 def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
-    """Whether another one's remedy begins with this one's."""
-    return bool(cause.remedy) and any(one is not cause and one.remedy.startswith(f"{cause.remedy} ") for one in found)
+    """Whether another one's remedy begins with this one's, or an earlier one has let the notebook free the same."""
+    if not cause.remedy:
+        return False
+    if cause.remedy.startswith(_FREE):
+        found = list(found)
+        return any(one.remedy == cause.remedy for one in found[: found.index(cause)]) or _is_longer(cause, found)
+    return _is_longer(cause, found)
+
+
+def _is_longer(cause: Cause, found: Iterable[Cause]) -> bool:
+    return any(one is not cause and one.remedy.startswith(f"{cause.remedy} ") for one in found)
 
 
 def _describes(name: str, failed: bool) -> bool:

@@ -94,7 +94,7 @@ def _chiefly(held: Sequence[Held], freed: int) -> str:
 def _without(scene: Scene, held: Sequence[Held], freed: int) -> str:
     """What to keep in place of an error, as far as that frees the memory: what caused it has a traceback of its own."""
     if not any(_is(station, ERROR) for one in held for station in one.trail):
-        return ""
+        return "Keep the text (`traceback.format_exc()`) in its place; "
     own = {
         after.node
         for one in held

@@ -48,6 +48,8 @@ _EQUAL_ITERATIONS = 3
 _EVERY = (2, 3, 4, 5, 10)
 # Two steps are near each other if they differ by one part in so many of the largest.
 _NEAR = 4
+# So many iterations that each leave something, the largest so many times the smallest.
+_MANY_STEPS, _UNEVEN = 5, 4
 # What transformers' models are asked to give besides, by its key in their results.
 _ASKED = re.compile(r"\boutput_(?P<key>\w+)\s*=\s*True")
 # What keeps autograd from recording, as a context.
@@ -117,7 +119,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         f"{who[0].upper()}{who[1:]}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
         _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
-        + _without_autograd(scene, found, alone=not others),
+        + _without_autograd(scene, found),
         freed,
     )
 
@@ -202,11 +204,10 @@ def _containers(held: Iterable[Held], place: str) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def _without_autograd(scene: Scene, found: Sequence[Spot], *, alone: bool) -> str:
-    """Another way, where all of these were made after the last backward, or several have to let go and there was none: they may
-    be for none. alone: whether letting go of these is enough."""
+def _without_autograd(scene: Scene, found: Sequence[Spot]) -> str:
+    """Another way, where all of these were made after the last backward, or there was none: they may be for none."""
     ends = [scene.end_of(one) for one in scene.spans(BACKWARD)]
-    if (alone and not ends) or any(_born(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
+    if any(_born(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
         return ""
     return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
 
@@ -342,6 +343,16 @@ def growth(scene: Scene) -> Iterator[Cause]:
             return
 
 
+def _all_grow(steps: Sequence[int]) -> bool:
+    """Whether each of several iterations left something, of sizes as those of texts are."""
+    return len(steps) >= _MANY_STEPS and min(steps) >= LEAST and max(steps) <= _UNEVEN * min(steps)
+
+
+def leaving(steps: Sequence[int], each: int) -> list[int]:
+    """Those of the iterations that left about as much: others may have trained in between."""
+    return [one for one in steps if 2 * one >= each]
+
+
 def _steps(scene: Scene, iterations: Sequence[Iteration]) -> list[int]:
     """How many bytes more are allocated after each iteration than before it."""
     return [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
@@ -368,7 +379,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     steps = _steps(scene, iterations)
     # The first iteration brings gradients and optimizer states, which stay.
     last = steps[-_EQUAL_ITERATIONS:]
-    if min(last) < LEAST or max(last) > 1.5 * min(last):
+    uneven = max(last) > 1.5 * min(last)
+    if min(last) < LEAST or (uneven and not _all_grow(steps)):
         return None
     # What the last iteration made may be made anew in each (gradients, the batch): only what outlived one counts.
     alive = [
@@ -387,7 +399,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         if one.address in made and (general(one) in kept or (stem and common_stem([general(one)]) == stem))
     )
     each = sum(last) // len(last)
-    text = f"Each iteration leaves {human(each)} more allocated than the previous one{scene.how_many(steps)}"
+    about, many = "about " if uneven else "", scene.how_many(leaving(steps, each))
+    text = f"Each iteration leaves {about}{human(each)} more allocated than the previous one{many}"
     if every > 1:
         text = f"Every {every} iterations leave {human(each)} more allocated than those before"
     if found and all(scene.holdings.roots[one.roots[0]].kind == "cycle" for one in found[0].held):

@@ -43,7 +43,7 @@ def pinned(scene: Scene) -> Iterator[Cause]:
             largest = f"what {scene.left.told} {'hold' if ' and ' in scene.left.told else 'holds'}"
         # (One result that is all of it has been named.)
         chiefly = "" if len(names) == 1 and largest == names[0] else f", chiefly {largest}"
-        remedy = "`%gpumem_free out cache`" if kind == "out" else "`%gpumem_free`"
+        remedy = "`%gpumem_free out`" if kind == "out" else "`%gpumem_free`"
         yield Cause(
             f"pinned_by_{kind}",
             f"{words}{which} pin{'' if kind == 'out' else 's'} {human(size_of(freed))} that nothing else holds"
@@ -176,6 +176,9 @@ def _held_after(scene: Scene, name: str, begin: int, end: int) -> Iterator[Cause
         return
     addresses = _seen_as(scene, name, begin)
     left = [one for one in scene.held if one.address in addresses and scene.alive[one.address].born < begin]
+    if any(look.name == name for look in scene.recording.sightings):
+        # (A tensor's graph refers to the parameters of a model, which are no part of what it was.)
+        left = [one for one in left if one.kind != "parameter"]
     if size_of(left) < LEAST:
         return
     numbers = sorted({number for one in left for number in one.roots})

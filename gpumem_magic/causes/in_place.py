@@ -27,8 +27,8 @@ _SHARE = 8
 
 def in_place(scene: Scene) -> Iterator[Cause]:
     """Where autograd has no part: ``x.float() / 255``, of which the first part is there once more at the peak."""
-    if scene.report.error is not None or scene.spans(BACKWARD):
-        # (What backward needs must stay as it is.)
+    if scene.report.error is not None or any(scene.start_of(one) < scene.moment for one in scene.spans(BACKWARD)):
+        # (What backward needs must stay as it is; data that is made ready before the first is no part of it.)
         return
     found = [pair for pair in _pairs(scene) if pair[1].born < scene.moment and (pair[0].freed or 0) >= scene.moment]
     for given, result, words in found:

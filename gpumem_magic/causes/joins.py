@@ -30,6 +30,7 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
     for event, birth in scene.births:
         if birth.kernel == "cat" and birth.place is not None and event < scene.moment:
             places[birth.place].append((event, birth))
+    grown: tuple[Allocation, Birth, int] | None = None
     for made in places.values():
         sizes = [bytes_of(birth.shape or (), birth.dtype) for _, birth in made]
         if len(made) < 3 or not all(later > earlier for earlier, later in pairwise(sizes)):
@@ -41,7 +42,11 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
         # Each is made of the one before it.
         _, birth = made[-1]
         before = made[-2][1].shape
-        if len(alive) < 2 or before is None or all(shape != before for shape, _ in birth.inputs):
+        if not alive or before is None or all(shape != before for shape, _ in birth.inputs):
+            continue
+        if len(alive) == 1:
+            # What reads it may take more than the join did.
+            grown = grown or (alive[0], birth, len(made))
             continue
         old, new = alive[-2:]
         if old.size + new.size < scene.part_of_peak(5):
@@ -61,6 +66,16 @@ def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
             f"{human(old.size)} and {human(new.size)} at the peak.",
             "Preallocate the result and write each part into it, or collect the parts on the host (`.cpu()`).",
             old.size,
+        )
+        return
+    if grown is not None and 4 * grown[0].size >= scene.report.peak.allocated:
+        whole, birth, turns = grown
+        yield Cause(
+            "joined_in_a_loop",
+            f"{made_by(scene, Alike(birth.shape or (), 1, whole.size, birth, whole.born))} makes a larger tensor every time, and "
+            f"copies all of the old one: {human(whole.size)} after {turns} times.",
+            "Keep of each part only what is used later (a sum, a count), or collect the parts on the host (`.cpu()`).",
+            whole.size,
         )
         return
     yield from _joined_once(scene)
@@ -99,6 +114,10 @@ def joined_gradients(scene: Scene) -> Iterator[Cause]:
             whole = [each for each in scene.living_in(scene.moment, kind) if each.born < born]
             size = sum(each.requested for each in whole)
             if len(whole) < _PARTS or 10 * abs(size - bytes_of(birth.shape or (), birth.dtype)) > size:
+                continue
+            # (Others may be as many by chance.)
+            sizes = {each.requested for each in whole}
+            if any(bytes_of(shape, dtype) not in sizes for shape, dtype in birth.inputs):
                 continue
             alike = Alike(birth.shape or (), 1, joined, birth, born)
             name = name_given(statement_of(scene, alike))

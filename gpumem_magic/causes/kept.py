@@ -18,6 +18,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 # So many tensors in one place are batches, or items.
+_AHEAD = 4
 _PARTS = 8
 # Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
 _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
@@ -113,6 +114,27 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
             "`pin_memory=True` and `non_blocking=True`).",
             spot.size,
             describes=True,
+        )
+
+
+def data_ahead(scene: Scene) -> Iterator[Cause]:
+    """Batches that a generator or a queue of the program's has put on the device before the loop comes to them."""
+    if scene.tensors is None or scene.report.error is not None:
+        return
+    waiting: dict[str, list[Allocation]] = defaultdict(list)
+    for one in scene.living_in(scene.moment, "inputs"):
+        if name := scene.tensors.waits_for(one, scene.moment):
+            waiting[name].append(one)
+    for name, its in sorted(waiting.items(), key=lambda pair: -size_of(pair[1]))[:1]:
+        if len(its) < _AHEAD or size_of(its) < scene.part_of_peak(4):
+            continue
+        facts = scene.tensors.facts(max(its, key=lambda one: one.born))
+        made = f", made by `{facts.expression}` ({facts.inner or f'line {facts.line}'})" if facts.expression else ""
+        yield Cause(
+            "data_ahead",
+            f"{len(its)} batches wait on the device for their turn as {quoted(name)}{made}: {human(size_of(its))}.",
+            "Have fewer ready ahead (a shorter queue), or move each to the device when its turn comes.",
+            size_of(its),
         )
 
 

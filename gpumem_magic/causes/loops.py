@@ -7,7 +7,9 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from gpumem_magic.causes import untrained
 from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.graphs import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import ERROR, size_of
@@ -171,7 +173,8 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             if any(2 * one.size >= size_of(held) for one in following):
                 # They were needed as one.
                 continue
-            graph = 2 * sum(scene.labels[one.index].category == "activations" for one in gone) > len(gone)
+            saved = [one for one in gone if scene.labels[one.index].category == "activations"]
+            graph = 2 * size_of(saved) > size_of(gone)
             graph &= any(span.graph for span in scene.spans(FORWARD))
             way = "`with torch.no_grad():` where no backward follows; else keep" if graph else "Keep"
             its_end = point.label.endswith(f"end of {_first(point)}") or begin < over
@@ -185,7 +188,7 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             yield Cause(
                 "growth",
                 f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one"
-                f"{scene.how_many(steps)}{what or ','} and {ends}{ours}.",
+                f"{scene.how_many(leaving(steps, sum(last) // len(last)))}{what or ','} and {ends}{ours}.",
                 f"{way} only what is used later, on the host (`.detach().cpu()`){view}.",
                 size_of(held),
             )
@@ -258,21 +261,21 @@ def _retried(line: str, held: int) -> Cause:
 
 
 def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
-    """The last backward of a turn keeps a graph that no further backward uses."""
-    calls = [one for one in scene.program.calls("backward", "retain_graph") if not one.where]
+    """A backward keeps a graph that no further backward of its turn uses."""
+    calls = scene.program.calls("backward", "retain_graph")
     backwards = scene.spans(BACKWARD)
     if not calls or not backwards:
         return
-    lines = {one.line for one in calls}
+    lines = {one.line for one in calls if not one.where}
+    # (Which call of a function a backward was is not known: there the only one that keeps its graph is meant.)
+    only = calls[0] if len(calls) == 1 and calls[0].where and len(scene.program.calls("backward")) > 1 else None
     ranges = [(scene.start_of(one), scene.end_of(one)) for one in backwards]
     # The last of a turn of the outermost loop, which alone has no other after it that may use the same graph.
     last = {_outermost(scene, start): (start, done) for start, done in ranges}
-    worst, call = 0, None
-    for start, done in last.values():
-        row = next(
-            (point for point, begin, stop in scene.statements if begin <= done <= stop and point.line in lines), None
-        )
-        if row is None:
+    worst, words, is_last = 0, "", False
+    for start, done in ranges if only is not None else last.values():
+        row = next((point for point, begin, stop in scene.statements if begin <= done <= stop), None)
+        if only is None and (row is None or row.line not in lines):
             continue
         left = [
             one
@@ -283,16 +286,26 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
             # What goes inside a later backward was used by that one, and a name keeps what it names in any case.
             and not (scene.tensors is not None and scene.tensors.keeper(one, done)[0] in (KEPT_BY_NAME, KEPT_BY_LIST))
             and not any(one.freed is not None and begin <= one.freed <= stop for begin, stop in ranges)
+            and (only is None or (scene.tensors is not None and scene.tensors.is_saved(one)))
         ]
         if size_of(left) > worst:
-            worst, call = size_of(left), row
-    if call is None:
+            worst, is_last = size_of(left), (start, done) in last.values()
+            words = only.words if only is not None else f"line {row.line}" if row is not None else ""
+    if not worst:
         return
+    remedy = "Without `retain_graph=True` it is freed as backward runs; a state that is carried on needs `.detach()` instead."
+    if not is_last:
+        remedy = (
+            "Where the next loss shares a part of it, add up both losses for one backward, or `.detach()` that part in the loss "
+            "that need not train it; then leave out `retain_graph=True`."
+        )
+    if wasted := next(untrained.wasted_gradients(scene), None):
+        remedy = wasted.sentence
     yield Cause(
         "retained_graph",
-        f"`backward(retain_graph=True)` (line {call.line}) keeps the graph, {human(worst)} of activations, though no further "
+        f"`backward(retain_graph=True)` ({words}) keeps the graph, {human(worst)} of activations, though no further "
         "backward of that iteration uses it.",
-        "Without `retain_graph=True` it is freed as backward runs; a state that is carried on needs `.detach()` instead.",
+        remedy,
         worst,
     )
 

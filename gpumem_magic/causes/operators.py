@@ -60,8 +60,8 @@ _FACTORS, _BATCHED, _MANY_ROWS, _WIDE = 2, 3, 1024, 16
 # A vocabulary, rather than features.
 _WORDS = 4096
 _LOSS_IN_PARTS = (
-    "Head and loss on some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`, have one part's "
-    "at once"
+    "Compute head and loss for some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`: then one "
+    "part's are there at once"
 )
 _LOG_OF_SOFTMAX = re.compile(r"\blog\(.*softmax\(|softmax\(.*\.log\(\)$")
 _LOSSES = re.compile(r"entropy|\bloss|dice|target|label", re.I)

@@ -323,9 +323,10 @@ class ProgramText:
         return None
 
     def using(self, name: str) -> Written | None:
-        """The last statement of the cell that calls a variable's method, or hands it to a function."""
-        for one in self.cells[:1]:
-            own = [node for node in one.statements if _uses(node, name)]
+        """The last statement of the cell that calls a variable's method, or hands it to a function; else one in a function of
+        another cell."""
+        for place, one in enumerate(self.cells):
+            own = [node for node in one.statements if _uses(node, name) and (not place or one.around(node.lineno))]
             if own:
                 return one.place(own[-1])
         return None

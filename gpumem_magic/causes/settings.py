@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from gpumem_magic.causes.model import Scene, requested
-from gpumem_magic.causes.places import module_of
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.places import module_of, quoted
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from gpumem_magic.report.failure import is_of_memory
 from gpumem_magic.report.model import Cause
-from gpumem_magic.units import MIB, counted, human
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import MIB, counted, human, listed
 
 # A table with so many times more rows than were looked up.
 _TIMES = 8
 _LARGE = 64 * MIB
 # So many parts that are recomputed.
 _PIECES = 3
-_LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward"})
+_LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward", "_embedding_bag_backward"})
 # Weights of which one may ask why they are so many bytes.
 _MANY_WEIGHTS = 1024 * MIB
 
@@ -133,34 +134,48 @@ def autocast_copies(scene: Scene) -> Iterator[Cause]:
 
 
 def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
-    """The gradient of a huge embedding, of which a step looks up a few rows."""
-    births = scene.recording.logs[scene.device].births
-    for one in sorted(scene.timeline.live_at(scene.moment), key=requested, reverse=True):
-        birth = births.get(one.born)
-        if (
-            birth is None
-            or birth.kernel not in _LOOKUPS
-            or birth.shape is None
-            or one.size < max(_LARGE, scene.part_of_peak(10))
-        ):
-            continue
-        rows = birth.shape[0]
-        read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)
-        if not read or rows < _TIMES * read:
-            continue
-        place = birth.place
-        line = f" (line {place.own_line})" if place is not None and place.own_file == scene.recording.own_file else ""
-        kept_by = scene.tensors.keeper(one, scene.moment)[1] if scene.tensors is not None else ""
-        name = kept_by.removesuffix(".grad") or scene.labels[one.index].name
-        what = f"`{name}`" if name else "an embedding"
-        yield Cause(
-            "dense_lookup_gradient",
-            f"The gradient of {what}{line} has all {rows:,} rows, {human(one.size)}, for {read:,} that were looked up; an "
-            "optimizer's states are as large.",
-            "`sparse=True` of `nn.Embedding` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
-            one.size,
-        )
+    """The gradients of huge embeddings, of which a step looks up a few rows."""
+    found = sorted(_of_lookups(scene), key=lambda each: (-each[0].size, _table_of(scene, each[0])))
+    gradients = [one for one, _, _ in found]
+    if not found or gradients[0].size < _LARGE or size_of(gradients) < scene.part_of_peak(10):
         return
+    place = scene.recording.logs[scene.device].births[gradients[0].born].place
+    line = f" (line {place.own_line})" if place is not None and place.own_file == scene.recording.own_file else ""
+    names = [name for one in gradients if (name := _table_of(scene, one))]
+    read = max(read for _, _, read in found)
+    if len(found) == 1:
+        what, rows = f"The gradient of {quoted(names[0]) if names else 'an embedding'}{line} has", f"{found[0][1]:,}"
+        for_these = f"for {read:,} that were looked up"
+    else:
+        which = listed(list(map(quoted, names[:3]))) if len(names) == len(found) <= 3 else f"{len(found)} embeddings"
+        what, rows = (
+            f"The gradients of {which}{line} have",
+            listed([f"{rows:,}" for rows in dict.fromkeys(rows for _, rows, _ in found)]),
+        )
+        for_these = f"for at most {read:,} that were looked up in each"
+    yield Cause(
+        "dense_lookup_gradient",
+        f"{what} all {rows} rows, {human(size_of(gradients))}, {for_these}; an optimizer's states are as large.",
+        "`sparse=True` of `nn.Embedding` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
+        size_of(gradients),
+    )
+
+
+def _of_lookups(scene: Scene) -> Iterator[tuple[Allocation, int, int]]:
+    """The gradients of tables at the moment, with the rows of each, and how many of them were looked up at most."""
+    births = scene.recording.logs[scene.device].births
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None:
+            continue
+        read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)
+        if read and birth.shape[0] >= _TIMES * read:
+            yield one, birth.shape[0], read
+
+
+def _table_of(scene: Scene, gradient: Allocation) -> str:
+    kept_by = scene.tensors.keeper(gradient, scene.moment)[1] if scene.tensors is not None else ""
+    return kept_by.removesuffix(".grad") or scene.labels[gradient.index].name or ""
 
 
 def convolution_scratch(scene: Scene) -> Iterator[Cause]:

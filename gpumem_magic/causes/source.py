@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import linecache
 import re
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks.code import is_library_file
-from gpumem_magic.looks.fresh import made_anew, names_given
+from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.looks.objects import (
     attributes,
     entries_of_class,
@@ -27,7 +26,6 @@ from gpumem_magic.looks.objects import (
     module_of_class,
     mro,
 )
-from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.traversal import is_users_module
 
 _COMMENT = re.compile(r"#[^\n]*")
@@ -70,16 +68,6 @@ def reads_last_position(source: str, namespace: Mapping[str, Any]) -> bool:
 def _text_of(code: CodeType) -> str:
     numbers = [line for *_, line in code.co_lines() if line is not None] or [code.co_firstlineno]
     return "".join(linecache.getline(code.co_filename, number) for number in range(min(numbers), max(numbers) + 1))
-
-
-def only_deleted(source: str) -> frozenset[str]:
-    """The names that a cell deletes and gives no value: what they had is of earlier cells."""
-    try:
-        tree = parsed(source)
-    except (SyntaxError, ValueError):  # lines of IPython's
-        return frozenset()
-    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
-    return frozenset(one.id for one in names if isinstance(one.ctx, ast.Del)) - names_given(tree)
 
 
 def mentioned_and_unread(source: str, namespace: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[str]]:

@@ -15,6 +15,8 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
+# As peft, and those who write their own, call adapters of low rank.
+_ADAPTER = re.compile(r"(^|[._])lora_|lora\b", re.IGNORECASE)
 # They save their input for the gradient of their weight alone (tools/autograd/derivatives.yaml).
 _FOR_WEIGHTS = frozenset({"addmm", "mm", "linear", "convolution"})
 # Something in the program has them require gradients again: networks that are trained in turn.
@@ -119,8 +121,7 @@ def kept_by_optimizer(scene: Scene) -> Iterator[Cause]:
         if not weights or size_of(theirs) < scene.part_of_peak(5) or len(weights) == len(known):
             # (Of a model that is gone as a whole others tell.)
             continue
-        made = scene.program.adding(name)
-        at = f" ({made.words})" if made is not None else ""
+        at = _replaced_at(scene)
         yield Cause(
             "optimizer_of_the_former",
             f"`{name}`{at} alone holds {human(size_of(weights))} of parameters that no model has any more, "
@@ -130,6 +131,53 @@ def kept_by_optimizer(scene: Scene) -> Iterator[Cause]:
             size_of(theirs),
         )
         return
+
+
+def _replaced_at(scene: Scene) -> str:
+    """The statement that made the largest parameter that no optimizer knows, in brackets; "" where an earlier cell did."""
+    made = [
+        allocation
+        for one in scene.held
+        if one.kind == "parameter"
+        and (one.device, one.address) not in scene.holdings.optimized
+        and (allocation := scene.alive.get(one.address)) is not None
+        and allocation.born >= 0
+    ]
+    if not made or scene.tensors is None:
+        return ""
+    facts = scene.tensors.facts(max(made, key=lambda one: one.size))
+    return f" (since line {facts.line}, `{facts.statement}`)" if facts.line else ""
+
+
+def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
+    """An optimizer that steps a model's own weights beside adapters, which are to be trained in their place."""
+    weights = [one for one in scene.held if one.kind == "parameter"]
+    for name, known in scene.holdings.optimizers.items():
+        stepped = [one for one in weights if (one.device, one.address) in known]
+        adapters = [one for one in stepped if _is_adapter(one)]
+        others = [one for one in stepped if not _is_adapter(one)]
+        states = [one for one in scene.held if one.kind == "optimizer_state" and _is_of(one, name, others)]
+        if not adapters or 10 * size_of(adapters) > size_of(others):
+            continue
+        total = size_of(others) + size_of(states)
+        if not states or total < scene.part_of_peak(5):
+            continue
+        written = (one.place(node) for one in scene.program.cells for node in one.everywhere)
+        undone = next((one for one in written if _UNFREEZES.search(one.statement)), None)
+        at = f" (`{undone.shown}`, {undone.words})" if undone is not None else ""
+        yield Cause(
+            "trained_beside_adapters",
+            f"`{name}` trains the model's own weights beside the adapters{at}: {human(size_of(others))} of gradients and "
+            f"{human(size_of(states))} of states, for adapters of {human(size_of(adapters))}.",
+            "Where only the adapters are to be trained, `.requires_grad_(False)` on all other weights, and give the optimizer "
+            "what is left: `[p for p in model.parameters() if p.requires_grad]`.",
+            total,
+        )
+        return
+
+
+def _is_adapter(one: Held) -> bool:
+    return _ADAPTER.search(one.place) is not None
 
 
 def _form(one: Held) -> tuple[tuple[int, ...], str]:

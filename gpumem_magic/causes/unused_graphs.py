@@ -155,10 +155,14 @@ def _saved_in_vain(scene: Scene) -> list[list[Allocation]]:
     found: dict[int, list[Allocation]] = defaultdict(list)
     for one in scene.timeline.allocations if recorded else ():
         label = scene.labels[one.index]
-        if label.category != "activations" or label.name or one.freed is None:
+        caches = label.category == "kv_cache"
+        if not (label.category == "activations" or caches) or (label.name and not caches) or one.freed is None:
             continue
         number = bisect_right(begins, one.born) - 1
         if number < 0 or not one.born < recorded[number][1] < one.freed:
+            continue
+        # (What a cache held before it grew is there for the graph alone, once the forward has ended that made the next.)
+        if caches and not (number + 1 < len(recorded) and recorded[number + 1][1] <= min(scene.moment, one.freed)):
             continue
         following = bisect_left(backwards, recorded[number][1])
         if following == len(backwards) or backwards[following] >= one.freed:

@@ -24,13 +24,13 @@ from gpumem_magic.causes.program import ProgramText, placed, read_program
 from gpumem_magic.causes.source import (
     mentioned_and_unread,
     never_clears_gradients,
-    only_deleted,
     reads_last_position,
 )
 from gpumem_magic.causes.ties import find_untied
 from gpumem_magic.devices.base import DeviceLog, FilledPart, Machine
 from gpumem_magic.failures import swallows
 from gpumem_magic.looks import tensors
+from gpumem_magic.looks.fresh import only_deleted
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
 from gpumem_magic.owners.model import Holdings, where_it_failed

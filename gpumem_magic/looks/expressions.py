@@ -31,6 +31,7 @@ _SELECTING = frozenset((
 ))  # fmt: skip
 # What holds each key once; its methods that are given keys.
 _KEYED = frozenset(("set", "dict", "defaultdict", "Counter", "OrderedDict"))
+_DICTIONARIES = _KEYED - {"set"}
 _GIVEN_KEYS = frozenset(("add", "update", "setdefault", "discard", "remove"))
 # What makes a whole number, or the place of something, of what is none.
 _WHOLE = frozenset((
@@ -250,6 +251,21 @@ def keyed_names(tree: ast.AST) -> frozenset[str]:
                 for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
                     found.update(targets(target))
     return frozenset(found)
+
+
+def dictionaries(tree: ast.AST) -> frozenset[str]:
+    """The names and attributes that are made as dictionaries, and as nothing else."""
+    made: dict[str, bool] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            value = node.value
+            is_one = isinstance(value, (ast.Dict, ast.DictComp)) or (
+                isinstance(value, ast.Call) and called(value) in _DICTIONARIES
+            )
+            for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                if name := dotted(target):
+                    made[name] = is_one and made.get(name, True)
+    return frozenset(name for name, is_one in made.items() if is_one)
 
 
 def keys_given(call: ast.Call, keyed: frozenset[str]) -> Sequence[ast.expr]:

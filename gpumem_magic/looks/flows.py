@@ -24,6 +24,7 @@ from gpumem_magic.looks.expressions import (
     called,
     calls,
     checks,
+    dictionaries,
     dotted,
     entry_of,
     functions_asked,
@@ -253,6 +254,7 @@ class _FlowReader:
         self._statements: list[StatementUses] = []
         self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
+        self._dictionaries = dictionaries(tree)
         self._modules = imported_modules(tree)
         self._wording = Wording(tree, self._keyed)
         self._given = GivenNames(tree)
@@ -676,6 +678,15 @@ class _FlowReader:
             yield from own
             for one in others:
                 yield from one.keys
+        elif (
+            isinstance(node, ast.Compare)
+            and isinstance(node.ops[-1], (ast.In, ast.NotIn))
+            and dotted(node.comparators[-1]) in self._dictionaries
+        ):
+            # (As of its `keys()`.)
+            for compared in (node.left, *node.comparators[:-1]):
+                yield from self._keys(compared, "")
+            yield from self._keys(node.comparators[-1], "truth")
         elif isinstance(node, ast.Subscript) and (entry := entry_of(node)) is not None:
             yield from (self._key(f"{entry[0]}{where}") for where in ("", f"[={entry[1]}]", "[*]"))
             parts = entry[0].split(".")

@@ -59,3 +59,13 @@ class _Reader:
 
     def _reads(self, node: ast.AST) -> None:
         self._read |= names_read(node) - self.made
+
+
+def only_deleted(source: str) -> frozenset[str]:
+    """The names that a cell deletes and gives no value: what they had is of earlier cells."""
+    try:
+        tree = parsed(source)
+    except (SyntaxError, ValueError):  # lines of IPython's
+        return frozenset()
+    names = [one for one in ast.walk(tree) if isinstance(one, ast.Name)]
+    return frozenset(one.id for one in names if isinstance(one.ctx, ast.Del)) - names_given(tree)

@@ -335,6 +335,20 @@ def _of_loops(walk: Traversal, roots: Iterable[int], children: Mapping[int, Sequ
     return found
 
 
+def _of_modules(walk: Traversal, roots: Iterable[int], children: Mapping[int, Sequence[int]]) -> set[tuple[int, int]]:
+    """(root, parameter) of variables that hold a parameter of a module, as a loop over a model's parameters leaves one."""
+    named = {
+        (root, one)
+        for root in roots
+        if walk.objects[root].kind == "variable"
+        for one in children[root]
+        if tensors.is_parameter(walk.objects[one])
+    }
+    modules = (thing for thing in map(walk.objects.__getitem__, children) if tensors.is_module(thing)) if named else ()
+    owned = {walk.number_of(one) for thing in modules for _, one in tensors.table(thing, tensors.PARAMETERS)}
+    return {pair for pair in named if pair[1] in owned}
+
+
 def _row_in(thing: Any) -> list[Any]:
     """The modules, or the optimizers, of a list of them."""
     if is_a(thing, (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)):
@@ -362,7 +376,7 @@ def _best_paths(
     heapq.heapify(todo)
     states = _states_of_optimizers(walk, children)
     second = _seconds(walk)
-    turns = _of_loops(walk, roots, children)
+    turns = _of_loops(walk, roots, children) | _of_modules(walk, roots, children)
     while todo:
         cost, number, holder = heapq.heappop(todo)
         if number in parent:

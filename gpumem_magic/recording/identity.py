@@ -229,8 +229,12 @@ class Witness:
         return _alive(self._modules)
 
     def variable_of(self, thing: object) -> str | None:
-        """The cell's name for an object, if it has one."""
-        return next((name for name in self._names if objects.entry(self._namespace, name) is thing), None)
+        """The cell's name for an object, if it has one, or the notebook's, which a function of it may use."""
+        found = next((name for name in self._names if objects.entry(self._namespace, name) is thing), None)
+        if found is not None:
+            return found
+        others = ((objects.text(name), value) for name, value in objects.items(self._namespace))
+        return next((name for name, value in others if value is thing and not name.startswith("_")), None)
 
     def _mentioned_in(self, statement: str) -> list[str]:
         """The cell's names in a statement's text, and those that the functions use that it names: they may have set them."""

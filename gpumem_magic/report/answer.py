@@ -31,6 +31,19 @@ _OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch", "large_images"})
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"
+# What nothing needs: where this is one part in so many, it is the answer of a program that is otherwise sound.
+_WASTE = frozenset(
+    {
+        "unused_models",
+        "double_precision",
+        "built_beside",
+        "held_over",
+        "left_over_copy",
+        "alike_buffers",
+        "retained_gradients",
+    }
+)
+_MUCH = 4
 # What these say comes first, whatever fills the memory.
 _BEFORE_ALL = (_SOUND, "caught_shortage")
 # What these say of each iteration is so however many there are.
@@ -113,7 +126,12 @@ def _plain(report: ReportData) -> str:
     shown = report.shown_causes
     blaming = next((cause for cause in shown if not cause.describes), None)
     if blaming is not None and _is_part(blaming, report, _WORTH):
-        return _composed(report, "", [blaming.sentence])
+        # (What it leaves open is told besides.)
+        less = report.error is None and not _is_part(blaming, report, _MAIN)
+        peak = report.peak
+        groups = all_groups(report, peak.position, peak.tensors) if less else ()
+        words = in_words(groups, peak.categories, _MOST_BEFORE_ADVICE, ()) if less else ""
+        return _composed(report, words, [blaming.sentence], leads=True)
     # What only describes is worth a word here where it says what to do about a good part of the memory, and comes first where
     # that is most of it.
     # (What an error keeps is no reason for it, and worth knowing where memory was none.)
@@ -142,7 +160,8 @@ def _plain(report: ReportData) -> str:
     words = in_words(groups, categories, most, _OF_A_STEP if _failed_in_a_step(report) else ())
     if report.error is None and not told and 2 * (report.peak.categories.get("rounding") or 0) > report.peak.allocated:
         return f"Next to nothing was put on the device{_on(report)}: {amount(report.peak.allocated)} at the peak."
-    return _composed(report, words, told, sound, leads=useful is not None and useful is main)
+    wasted = useful is not None and useful.name in _WASTE and _is_part(useful, report, _MUCH)
+    return _composed(report, words, told, sound, leads=useful is not None and (useful is main or wasted), wasted=wasted)
 
 
 def _failed_in_a_step(report: ReportData) -> bool:
@@ -157,10 +176,16 @@ def _is_part(cause: Cause, report: ReportData, share: int) -> bool:
 
 
 def _composed(
-    report: ReportData, words: str, told: Sequence[str], sound: Sequence[str] = (), *, leads: bool = False
+    report: ReportData,
+    words: str,
+    told: Sequence[str],
+    sound: Sequence[str] = (),
+    *,
+    leads: bool = False,
+    wasted: bool = False,
 ) -> str:
     """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended. leads: whether what is told comes
-    before the words."""
+    before the words; wasted: and before what is sound."""
     sentences: list[str] = []
     error = report.error
     if error is not None and error.requested is not None:
@@ -176,7 +201,7 @@ def _composed(
         sentences.append(error_in_words(error))
         if report.peak.allocated < _TAKEN_AT_ONCE and not told and not is_of_memory(error):
             return " ".join([*sentences, f"At most {size} were allocated{on}.", *_other_devices(report.devices)])
-    sentences += sound
+    sentences += () if wasted else sound
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
         sentences += [*told, f"Peak {size}{on}{where}."]
@@ -185,6 +210,7 @@ def _composed(
         said = f"Nothing was added to the {size} from before{on}" if is_from_before else f"Of {size} at the peak{on}"
         said += f"{':' if is_from_before else ','} {words}."
         sentences += [*told, said] if leads else [said, *told]
+        sentences += sound if wasted else ()
         # (Where the peak was is no question where nothing was added.)
         sentences += [f"Peak{where}."] if where and not is_from_before else []
     return " ".join([*sentences, *_other_devices(report.devices)])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gpumem_magic.recording.model import Moment, Span
 from gpumem_magic.report.model import Skipped
 
 _SHOWN = frozenset({"forward", "backward", "optimizer", "range", "mark"})
 _PHASES = frozenset({"forward", "backward", "optimizer"})
+# So many forwards in a row are a loop.
+_COUNTED = 4
 
 
 @dataclass
@@ -108,7 +111,17 @@ def _nested(parts: Sequence[Part]) -> list[Part]:
         several = len({part.label for part in alike}) > 1
         for part in alike:
             part.label = f"{words} of {part.label}" if several else words
+    _count(roots)
     return roots
+
+
+def _count(roots: Sequence[Part]) -> None:
+    """Forwards one after the other are turns of a loop, and are numbered as such."""
+    for (kind, _), run in groupby(roots, lambda part: (part.kind, part.label)):
+        alike = list(run)
+        if kind == "forward" and len(alike) >= _COUNTED and not any(part.skipped or part.failed for part in alike):
+            for number, part in enumerate(alike, 1):
+                part.label += f" {number}"
 
 
 def _give_back(groups: list[list[Part]], closing: str) -> None:

@@ -20,6 +20,7 @@ MOST_GROUPS = 12
 ALL_GROUPS = 1 << 20
 """The same where none is to be left out."""
 
+_LONG = 10**7
 _NUMBER = re.compile(r"\d+")
 # A group is large if it is one part in so many of what is allocated.
 _LARGE = 20
@@ -169,7 +170,8 @@ def number_range(places: Sequence[str], most: int = 1) -> str:
     shown = [column[0] for column in columns]
     for place in differing:
         values = sorted(map(int, columns[place]))
-        shown[place] = f"{values[0]}…{values[-1]}"
+        # (Long ones are no places in an order, but hashes and addresses.)
+        shown[place] = f"{values[0]}…{values[-1]}" if max(map(abs, values)) < _LONG else "…"
     parts = _NUMBER.split(places[0])
     return "".join(part + number for part, number in zip(parts, [*shown, ""], strict=True))
 

@@ -33,6 +33,7 @@ _LEAST_CELL = 12
 PEAK = "peak"  # the kind of the line that shows the report's peak; no row of the schema has it
 ELLIPSIS = "…"
 MARKED = "the peak within the row"  # what the mark beside a bar says
+_FORWARD = re.compile(r"forward((?: of .*)?) \d+", re.DOTALL)  # one of several in a row
 _NUMBERED = re.compile(r"(.*) \(\d+\)", re.DOTALL)  # the second and further calls of one kind in a statement
 _NAMED = 2  # of parts that share a line, so many by name
 _TOLD = 100  # what the turns of a loop keep is said from one part in so many of the peak
@@ -127,6 +128,8 @@ def words_of(entry: Entry) -> str:
         return words
     named = _NUMBERED.fullmatch(entry.row.label)
     stem = named[1] if named else "iteration" if entry.turns == 1 else "iterations"
+    if (counted_one := _FORWARD.fullmatch(entry.row.label)) is not None:
+        stem = f"forward{'' if entry.turns == 1 else 's'}{counted_one[1]}"
     return f"{stem} {numbers_of(entry)}: {words}"
 
 

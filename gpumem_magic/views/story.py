@@ -27,7 +27,13 @@ _FAILED = re.compile(r"(Out of memory|\w+(Error|Exception|Interrupt)\b)[^.:]*$")
 _MOST_NAMED = 2
 # A group of tensors with less than one part in so many of what is allocated joins the rest.
 _SMALL = 50
-_KEPT = {"backward": "backward", "temporary": "nothing (temporary)", "list": "a list", "name": "a name", "unknown": ""}
+_KEPT = {
+    "backward": "backward",
+    "temporary": "nothing (temporary)",
+    "list": "a list",
+    "name": "a variable",
+    "unknown": "",
+}
 
 
 @dataclass(frozen=True)

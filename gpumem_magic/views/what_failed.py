@@ -44,6 +44,9 @@ def obstacle(report: ReportData, *, told: bool = False) -> list[str]:
     beyond = total is not None and (error.wanted or 0) > total
     if told and found.cause == CAPACITY and (found.spare or 0) < 0 and not beyond:
         return [error.elsewhere] if error.elsewhere else []
+    if told and found.cause == FRAGMENTATION:
+        left = f"With perfect packing, {_spare(found, report)} would be left."
+        return [one for one in (left, place_sentence(found), error.elsewhere) if one]
     sentences = [_free_memory(found, error)]
     if found.cause == FRAGMENTATION:
         sentences += _fragmentation(found, report, traced=error.verdict is not None)
