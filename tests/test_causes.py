@@ -1517,6 +1517,27 @@ def trainer(**settings):
     return Trainer(Head(), given, eval_dataset=data, compute_metrics=lambda all: {})
 """
 GUILTY += [
+    Case(
+        "data_ahead",
+        (
+            "def ahead(batches):\n    yield from [one.cuda() for one in batches]",
+            "for x in ahead([torch.randn(1024, 1024) for _ in range(8)]):\n    y = x.sum()",
+        ),
+        "batches wait on the device for their turn as `x`",
+    ),
+    Case(
+        "trained_beside_adapters",
+        (
+            "class Adapted(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.base, self.lora_a = nn.Linear(1024, 1024), nn.Linear(1024, 4)\n"
+            "        self.lora_b = nn.Linear(4, 1024)\n"
+            "    def forward(self, x):\n        return self.base(x) + self.lora_b(self.lora_a(x))\n"
+            "model = Adapted().cuda()\nopt = torch.optim.Adam(model.parameters())",
+            "for _ in range(3):\n    opt.zero_grad()\n    model(torch.randn(8, 1024, device='cuda')).mean().backward()\n"
+            "    opt.step()",
+        ),
+        "`opt` trains the model's own weights beside the adapters",
+    ),
     Case("gathered_predictions", (TRAINER, "trainer().evaluate()"), "`eval_accumulation_steps=`"),
     Case(
         "wasted_gradients", (GAN, GAN_STEP.format(detached="", again="G(z)")), "before `opt_d.step()` goes on into `G`"

@@ -521,6 +521,8 @@ def name(v):
         ("y = x.item()\nseen = {}\nseen[y] = z\nif name not in seen:\n    train(z)", True),
         ("y = x.item()\nseen = {}\nseen[name] = z\nif y in seen:\n    train(z)", True),
         ("y = x.item()\nseen = []\nseen.append(y)\nif name not in seen:\n    train(z)", True),
+        ("seen[name] = x.tolist()\nseen = {}\nif name not in seen:\n    train(z)", False),
+        ("seen[x.item()] = z\nseen = {}\nif name not in seen:\n    train(z)", True),
         ("y = x.item()\nseen = {}\nseen = [y]\nif name not in seen:\n    train(z)", True),
     ],
 )

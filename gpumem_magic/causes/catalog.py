@@ -190,8 +190,6 @@ _COVERED = {
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     # (Which keeps what the cache held before it grew.)
     "key_value_cache": ("missing_no_grad",),
-    # (Which says both.)
-    "wasted_gradients": ("retained_graph",),
     "dominating_layer": ("attention_scores",),
     # (Whose parts PyTorch's own function joins.)
     "joined": ("jacobian_of_a_batch",),
@@ -270,7 +268,7 @@ def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
 
 
 def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
-    """Whether another one's remedy begins with this one's, or an earlier one has let the notebook free the same."""
+    """Whether another one's remedy begins with this one's, or has all of it, or an earlier one frees the same."""
     if not cause.remedy:
         return False
     if cause.remedy.startswith(_FREE):
@@ -280,7 +278,10 @@ def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
 
 
 def _is_longer(cause: Cause, found: Iterable[Cause]) -> bool:
-    return any(one is not cause and one.remedy.startswith(f"{cause.remedy} ") for one in found)
+    return any(
+        one is not cause and (one.remedy.startswith(f"{cause.remedy} ") or cause.sentence in one.remedy)
+        for one in found
+    )
 
 
 def _describes(name: str, failed: bool) -> bool:

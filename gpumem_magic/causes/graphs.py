@@ -48,6 +48,7 @@ _EQUAL_ITERATIONS = 3
 _EVERY = (2, 3, 4, 5, 10)
 # Two steps are near each other if they differ by one part in so many of the largest.
 _NEAR = 4
+_ANY_PLACE = re.compile(r"\[\d+\]")
 # So many iterations that each leave something, the largest so many times the smallest.
 _MANY_STEPS, _UNEVEN = 5, 4
 # What transformers' models are asked to give besides, by its key in their results.
@@ -119,7 +120,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         f"{who[0].upper()}{who[1:]}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
         _detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
-        + _without_autograd(scene, found),
+        + _without_autograd(scene, found, alone=not others),
         freed,
     )
 
@@ -204,9 +205,12 @@ def _containers(held: Iterable[Held], place: str) -> tuple[str, ...]:
     return found.pop() if len(found) == 1 else ()
 
 
-def _without_autograd(scene: Scene, found: Sequence[Spot]) -> str:
-    """Another way, where all of these were made after the last backward, or there was none: they may be for none."""
+def _without_autograd(scene: Scene, found: Sequence[Spot], *, alone: bool) -> str:
+    """Another way, where all of these were made after the last backward, or there was none: they may be for none. (Of losses
+    alone the number is enough.)"""
     ends = [scene.end_of(one) for one in scene.spans(BACKWARD)]
+    if alone and not ends and _keeps_numbers(scene, found[0]):
+        return ""
     if any(_born(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
         return ""
     return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
@@ -305,7 +309,10 @@ def _detaching(scene: Scene, found: Sequence[Spot], place: Written | None, other
         value = f" (or `{what}.item()`, if its value is all you need)" if numbers else ""
         return f"Put `{what}.detach()` there{value}{now}."
     goes = "goes into" if spot.container is not None else "is given to"
-    return f"`.detach()` what {goes} {listed(list(map(quoted, places)))}{' (`.item()` for a number)' if numbers else ''}{now}."
+    told_places = list(map(quoted, places))
+    if len(spot.held) > 1 and spot.container is not None:
+        told_places = [_ANY_PLACE.sub("[…]", one) for one in told_places]
+    return f"`.detach()` what {goes} {listed(told_places)}{' (`.item()` for a number)' if numbers else ''}{now}."
 
 
 def _detached_by_name(scene: Scene, spot: Spot, root: Root, others: list[str]) -> str | None:

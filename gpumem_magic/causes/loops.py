@@ -299,7 +299,7 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
             "Where the next loss shares a part of it, add up both losses for one backward, or `.detach()` that part in the loss "
             "that need not train it; then leave out `retain_graph=True`."
         )
-    if wasted := next(untrained.wasted_gradients(scene), None):
+    if not is_last and (wasted := next(untrained.wasted_gradients(scene), None)):
         remedy = wasted.sentence
     yield Cause(
         "retained_graph",

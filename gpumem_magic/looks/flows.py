@@ -540,6 +540,11 @@ class _FlowReader:
     def _holds(self, source: ast.expr, into: ast.expr) -> None:
         """How much `into` holds goes by an expression."""
         names = tuple(map(self._key, targets(into)))
+        if dotted(source):
+            # (A key that is a name alone is no value that its own line reads.)
+            uses = self._uses(source)._replace(first=0, last=-1, once=-1)
+            self._flows.append(Flow(uses, (*names, *map(length, names)), "count"))
+            return
         self._flow(source, (*names, *map(length, names)), "count")
 
     def _place_by_place(self, node: ast.stmt | ast.NamedExpr) -> bool:

@@ -9,6 +9,8 @@ from gpumem_magic.units import amount, counted, listed, percent
 
 # What a program's tensors hold; rounding and cached bytes are the allocator's own.
 _TENSOR_CATEGORIES = tuple(name for name in ALLOCATED_CATEGORIES if name not in ("rounding", "unknown"))
+# Less than one part in so many would be left.
+_NEARLY = 20
 
 
 def verdict(report: ReportData) -> str | None:
@@ -44,8 +46,9 @@ def obstacle(report: ReportData, *, told: bool = False) -> list[str]:
     beyond = total is not None and (error.wanted or 0) > total
     if told and found.cause == CAPACITY and (found.spare or 0) < 0 and not beyond:
         return [error.elsewhere] if error.elsewhere else []
-    if told and found.cause == FRAGMENTATION:
-        left = f"With perfect packing, {_spare(found, report)} would be left."
+    if told and found.cause == FRAGMENTATION and any(one.name == FRAGMENTATION for one in report.causes):
+        nearly = (found.spare or 0) * _NEARLY < report.device.capacity
+        left = f"{'Nearly full: with' if nearly else 'With'} perfect packing, {_spare(found, report)} would be left."
         return [one for one in (left, place_sentence(found), error.elsewhere) if one]
     sentences = [_free_memory(found, error)]
     if found.cause == FRAGMENTATION:
@@ -111,7 +114,7 @@ def _fragmentation(found: FailedRequest, report: ReportData, *, traced: bool) ->
         return [f"Fragmentation, not size: with perfect packing, {amount(spare)} would be left."]
     head = (
         "Nearly full, and fragmentation is the cause"
-        if spare * 20 < capacity
+        if spare * _NEARLY < capacity
         else "Fragmentation is the cause, not size"
     )
     return [f"{head}: with perfect packing, {_spare(found, report)} would be left.", place_sentence(found)]
