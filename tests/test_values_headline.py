@@ -524,6 +524,16 @@ def name(v):
         ("seen[name] = x.tolist()\nseen = {}\nif name not in seen:\n    train(z)", False),
         ("seen[x.item()] = z\nseen = {}\nif name not in seen:\n    train(z)", True),
         ("y = x.item()\nseen = {}\nseen = [y]\nif name not in seen:\n    train(z)", True),
+        ("y = x.item()\ndef f():\n    with no_grad():\n        if y > 1: return\n        train(z)", True),
+        (
+            "y = x.item()\ndef f():\n    try:\n        if y > 1: return\n        train(z)\n    finally:\n        pass",
+            True,
+        ),
+        ("y = x.item()\ndef f():\n    if late:\n        if y > 1: return\n    else:\n        train(z)", False),
+        ("y = x.item()\ndef f():\n    try:\n        if y > 1: return\n    except E:\n        train(z)", False),
+        ("y = x.item()\nfor w in z:\n    with no_grad():\n        if y > 1: continue\n        train(w)", True),
+        ("y = x.item()\nwith suppress(E):\n    if y > 1: raise E\n    train(z)", True),
+        ("y = x.item()\nwith watch(E):\n    if y > 1: raise E\n    train(z)", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -624,6 +634,14 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("y = x.item()\nif y > 2:\n    right += 1\nright.backward()", False),
         ("y = x.item()\nnets[y](batch)", True),
         ("nets[x.argmax().item()](batch)", True),
+        (
+            "v = x.item()\ndef make():\n    def late(): return v > 3\n    return late\nf = make()\nif f(): train(z)",
+            True,
+        ),
+        (
+            "v = x.item()\ndef make():\n    def late(): return 3\n    return late\nf = make()\nif f(): train(z)",
+            False,
+        ),
         ("(small, large)[int(x.sum() > 1)](batch)", True),
         ("{True: large, False: small}[bool(x.sum() > 1)](batch)", True),
         ("nets[str(x.int().item() % 4)](batch)", True),

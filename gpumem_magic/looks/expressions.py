@@ -142,8 +142,25 @@ def left_out(node: ast.AST, inner: Sequence[ast.AST], around: Sequence[ast.stmt]
     inner: all that is in its branches; around: the block of the loop, or of the function, that it is in.
     """
     way: type[ast.AST] = ast.Continue if in_loop else ast.Return
-    end = getattr(node, "end_lineno", None) or 0
-    return [one for one in around if one.lineno > end] if any(isinstance(one, way) for one in inner) else ()
+    if not any(isinstance(one, way) for one in inner):
+        return ()
+    return list(_behind(node, around))
+
+
+def _behind(node: ast.AST, block: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """What is run after it in a block, and in those within the block that it stands in."""
+    begin, end = getattr(node, "lineno", 0), getattr(node, "end_lineno", None) or 0
+    for one in block:
+        if one.lineno > end:
+            yield one
+        elif one is not node and one.lineno <= begin and (one.end_lineno or 0) >= end:
+            # (A branch or a handler beside that one is not run.)
+            blocks = [
+                getattr(part, "body", ()) for part in (one, *getattr(one, "handlers", ()), *getattr(one, "cases", ()))
+            ]
+            for inner in (*blocks, getattr(one, "orelse", ())):
+                if any(part.lineno <= begin and (part.end_lineno or 0) >= end for part in inner):
+                    yield from _behind(node, inner)
 
 
 def functions_asked(call: ast.Call) -> Sequence[str]:

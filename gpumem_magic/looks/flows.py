@@ -389,6 +389,10 @@ class _FlowReader:
         elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
             if node.value is not None and isinstance(scope, _FUNCTIONS):
                 self._flow(node.value, ((0, f"{scope.name}()"),))
+                if isinstance(node.value, ast.Name) and node.value.id in self._defined:
+                    # (What is asked for by a function is what that gives.)
+                    result = self._uses(node.value)._replace(keys=frozenset([(0, f"{node.value.id}()")]))
+                    self._flows.append(Flow(result, ((0, f"{scope.name}()"),), "value"))
                 self._may_be_none(node.value, ((0, f"{scope.name}()"),))
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
             given = tuple(map(self._key, targets(node.target)))
@@ -429,7 +433,12 @@ class _FlowReader:
             self._branches(node, node.test, [node.body, node.orelse], scope, loop)
         elif isinstance(node, ast.Match):
             self._branches(node, node.subject, [case.body for case in node.cases], scope, loop)
-        elif isinstance(node, ast.Try) and node.handlers:
+        elif (isinstance(node, ast.Try) and node.handlers) or (
+            isinstance(node, (ast.With, ast.AsyncWith))
+            and any(
+                isinstance(one.context_expr, ast.Call) and called(one.context_expr) == "suppress" for one in node.items
+            )
+        ):
             for tried in (one for part in node.body for one in ast.walk(part)):
                 if isinstance(tried, ast.Assert) or (
                     isinstance(tried, ast.If) and isinstance(tried.body[0], ast.Raise)
