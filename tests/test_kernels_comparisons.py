@@ -166,6 +166,11 @@ def test_norms_and_maxima_of_lists_have_a_place_for_each_piece() -> None:
     several, with_none = [zeros(3), zeros(70000)], [zeros(0), zeros(3)]
     assert sequence(lambda: torch._foreach_max(several)) == "+4 +4 +16 -2"
     assert sequence(lambda: torch._foreach_norm(with_none)) == "+8 +4 +4 +4 -2 -0"
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.9")
+    several = [zeros(3), zeros(70000)]
+    # The room for the pieces came first.
+    assert sequence(lambda: torch._foreach_max(several)) == "+16 +4 +4 -0"
 
 
 @pytest.mark.parametrize("name", ["addcdiv", "addcmul"])

@@ -284,6 +284,15 @@ def test_columns_of_an_image_are_made_by_resizing() -> None:
     assert made(lambda: F.fold(wide, 16, 3)) == [columns]
 
 
+def test_a_number_stands_for_a_batch_norms_weight_where_the_gradient_does_not_lie_as_its_input() -> None:
+    x = torch.zeros(64, 64, device="cuda", requires_grad=True)
+    out = torch.nn.BatchNorm1d(64, affine=False, device="cuda")(x)
+    # Two sums for each channel, and the gradient (``Normalization.cu``).
+    plain, spread = torch.zeros(64, 64, device="cuda"), torch.zeros((), device="cuda").expand(64, 64)
+    assert made(lambda: torch.autograd.grad(out, x, plain, retain_graph=True)) == [256, 256, 64 * 64 * 4]
+    assert made(lambda: torch.autograd.grad(out, x, spread)) == [256, 256, 4, 64 * 64 * 4]
+
+
 def test_a_batch_norm_over_samples_has_sums_for_the_gradient() -> None:
     norm = torch.nn.BatchNorm1d(256, device="cuda")
     x = torch.zeros(4096, 256, device="cuda", requires_grad=True)

@@ -78,9 +78,10 @@ def test_a_scatter_has_an_index_for_each_dimension(way: Way) -> None:
     assert made(lambda: way(flat, places, values)) == [*ENDS, 400, 400, *sorted_places(50)]
 
 
-def test_older_ones_have_one_list_of_all_places() -> None:
+@pytest.mark.parametrize("version", ["2.6", "2.8"])
+def test_older_ones_have_one_list_of_all_places(version: str) -> None:
     gpu.turn_off()
-    gpu.turn_on("A100-40GB,torch=2.6")
+    gpu.turn_on(f"A100-40GB,torch={version}")
     target, index, source = zeros(100, 16), zeros(50, 16, dtype=torch.int64), zeros(50, 16)
     listed = 50 * 16 * 8
     # Two coordinates for each place, filled dimension by dimension; times the strides, which come from the host; and added up.

@@ -809,10 +809,21 @@ def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
 _LARGEST = tuple(overloads("_foreach_max") if hasattr(_aten, "_foreach_max") else ())
 
 
-@special(*_LARGEST, table=BESIDE)
-def _largest(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+# Since when the results are made before the room for the pieces. (2.13 does so, the builds of 2.8 and 2.9 do not; between them it
+# is not known.)
+_LARGEST_MADE_FIRST_FROM = (2, 10)
+
+
+@special(*_LARGEST)
+def _largest(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The largest of each piece."""
-    return [len(args[0]) * _pieces(args[0]) * args[0][0].element_size()]
+    pieces = len(args[0]) * _pieces(args[0]) * args[0][0].element_size()
+    if engine.memory.torch_version(device) < _LARGEST_MADE_FIRST_FROM:
+        with engine.scratch(device, pieces):
+            return engine.run(func, args, kwargs, device)
+    out = engine.run(func, args, kwargs, device)
+    with engine.scratch(device, pieces):
+        return out
 
 
 def _pieces(tensors: Sequence[Any]) -> int:

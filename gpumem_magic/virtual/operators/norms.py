@@ -212,7 +212,10 @@ def _batch_own_backward(engine: Engine, func: Any, args: Any, kwargs: Any, devic
         if not wanted[0]:
             # (The shape rule makes one all the same.)
             return None, *others
-        engine.settle(of_input)
+        # Where the two do not lie alike a number stands in the place of a weight (`Impl::General`).
+        is_general = training and args[2] is None and not _channels_lie_last(gradient)
+        with engine.scratch(device, accumulator(input.dtype).itemsize if is_general else 0):
+            engine.settle(of_input)
     return of_input, *others
 
 

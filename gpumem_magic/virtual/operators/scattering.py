@@ -22,8 +22,8 @@ _BY_LIST = overloads("index_add index_add_ index_copy index_copy_")
 _BY_PLACE = overloads("scatter_add scatter_add_ scatter.src scatter_.src scatter.reduce scatter_.reduce")
 _REDUCED = overloads("scatter_reduce.two scatter_reduce_.two scatter_reduce.two_out")
 _ADDED = frozenset(overloads("index_add index_add_ scatter_add scatter_add_"))
-# Since when the places are given by an index for each dimension. (2.11 does so, 2.6 does not; between them it is not known.)
-_BY_DIMENSION_FROM = (2, 7)
+# Since when the places are given by an index for each dimension. (The builds of 2.9 and 2.11 do so, those of 2.6 and 2.8 do not.)
+_BY_DIMENSION_FROM = (2, 9)
 
 
 def _is_plain(engine: Engine, args: Any, kwargs: Any) -> bool:
