@@ -143,6 +143,31 @@ def test_a_formulas_own_sum_is_none_of_the_engines() -> None:
     assert made(lambda: torch.autograd.grad(doubled, x, gradient)) == 3
 
 
+@pytest.mark.parametrize(
+    ("index", "count"),
+    [
+        (lambda x: x[:, :50], 1),
+        (lambda x: x[:, : x.shape[1], :], 2),
+        (lambda x: x[:4, 0:50:1, :64], 0),
+        (lambda x: x[:, :60], 2),
+        (lambda x: x[:4], 1),
+        (lambda x: x[..., :64], 0),
+    ],
+)
+def test_up_to_2_8_a_slice_that_names_all_of_a_dimension_is_none(index: Callable[[Any], Any], count: int) -> None:
+    """As PyTorch's builds of 2.4 and 2.8 do: each slice's gradient is a tensor of the full size, but not that of one which names
+    the dimension's length beside other indices."""
+    gpu.turn_on("A100-40GB,torch=2.8")
+    x = torch.zeros(4, 50, 64, device="cuda", requires_grad=True)
+    out = index(x)
+    gradient = torch.zeros_like(out)
+    memory: Any = torch.cuda.memory
+    memory._record_memory_history()
+    torch.autograd.grad(out, x, gradient)
+    trace = memory._snapshot()["device_traces"][0]
+    assert [event["size"] for event in trace if event["action"] == "alloc"] == [4 * 50 * 64 * 4] * count
+
+
 @pytest.mark.parametrize(("version", "count"), [("2.8", 2), ("2.9", 0)])
 def test_a_full_slice_is_an_operator_up_to_2_8(version: str, count: int) -> None:
     gpu.turn_on(f"A100-40GB,torch={version}")

@@ -5,7 +5,7 @@ torch/csrc/autograd/python_variable_indexing.cpp); where C++ sees another device
 
 ``x[:, -1]`` as PyTorch before 2.9 ran it: a slice that takes all of a dimension is an operator of its own. Its gradient is a
 tensor of the full size, which later versions do not make (``applySlice`` in ATen/TensorIndexing.h compared the end, the largest
-integer, with the dimension's length).
+integer, with the dimension's length). One that names the length as its end, beside other indices, was left out then, too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.objects import is_exactly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # The first PyTorch that leaves such slices out.
@@ -47,9 +48,10 @@ def with_full_slices(tensor: Any, index: Any) -> Any:
             tensor = tensor.select(dim, item)
             continue
         elif isinstance(item, slice):
-            step = 1 if item.step is None else item.step
-            end = sys.maxsize if item.stop is None else item.stop
-            tensor = torch.ops.aten.slice.Tensor(tensor, dim, item.start or 0, end, step)
+            if len(items) == 1 or not _names_all_of(item, tensor.shape[dim]):
+                step = 1 if item.step is None else item.step
+                end = sys.maxsize if item.stop is None else item.stop
+                tensor = torch.ops.aten.slice.Tensor(tensor, dim, item.start or 0, end, step)
         else:
             chosen[dim] = item
         dim += 1
@@ -57,3 +59,10 @@ def with_full_slices(tensor: Any, index: Any) -> Any:
         return tensor
     lists = [None if place not in chosen else torch.as_tensor(chosen[place]) for place in range(max(chosen) + 1)]
     return torch.ops.aten.index.Tensor(tensor, lists)
+
+
+def _names_all_of(item: slice, length: int) -> bool:
+    if not is_exactly(item.stop, (int,)) or item.stop != length:
+        return False
+    begins = item.start is None or (is_exactly(item.start, (int,)) and item.start == 0)
+    return begins and (item.step is None or (is_exactly(item.step, (int,)) and item.step == 1))
