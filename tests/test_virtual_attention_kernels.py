@@ -163,10 +163,12 @@ def test_where_flashs_random_numbers_began_is_on_the_device_since_2_7(version: s
     assert query.grad is not None
 
 
-@pytest.mark.parametrize(("version", "sizes"), [("2.5", [4096, 1024]), ("2.6", [4, 4, 4096])])
+@pytest.mark.parametrize(
+    ("version", "sizes"), [("2.4", [4096, 1024]), ("2.5", [4, 1024, 4, 4096]), ("2.6", [4, 4, 4096])]
+)
 @pytest.mark.parametrize("kernel", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def test_a_mask_of_what_may_be_seen_becomes_one_that_is_added(version: str, sizes: list[int], kernel: Any) -> None:
-    """Since 2.6 it chooses between two numbers on the device; before, zeros are filled by the mask turned round."""
+    """Since 2.6 it chooses between two numbers on the device, in 2.5 turned round; before, zeros are filled by that."""
     gpu.turn_on(f"A100-40GB,torch={version}")
     query = torch.zeros(2, 4, 32, 64, device="cuda")
     mask = torch.zeros(32, 32, dtype=torch.bool, device="cuda")
@@ -187,3 +189,35 @@ def test_the_efficient_kernels_gradient_takes_a_scale_of_the_programs() -> None:
     gradient = torch.zeros_like(out)
     blocks = [5632, 16384, 16384, 5632, 704, 704, 262400]
     assert made(lambda: torch.autograd.grad(out, (query, key, value), gradient))[-7:] == blocks
+
+
+_CAUSAL = {
+    "2.4": [102400, 10000, 10000, 20000, 10000, 102400, 160000, 160000, 102400],
+    "2.5": [
+        *[204800] * 4, 10000, 10000, 4, 10000, 4, 40000, 204800, 320000, 320000, 4, 80000, 800, 4, 320000,
+        160000, 204800, 102400,
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", _CAUSAL)
+def test_step_by_step_attention_is_that_of_the_devices_pytorch(version: str) -> None:
+    """As its builds ask for it: since 2.5 in float32, where rows that see nothing are looked for."""
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    query = torch.zeros(2, 4, 100, 64, dtype=torch.float16, device="cuda", requires_grad=True)
+    query.detach() @ query.detach().transpose(-2, -1)  # cuBLAS's workspace
+    with sdpa_kernel(SDPBackend.MATH):
+        assert made(lambda: F.scaled_dot_product_attention(query, query, query, is_causal=True)) == _CAUSAL[version]
+        F.scaled_dot_product_attention(query, query, query, is_causal=True, dropout_p=0.5).sum().backward()
+    assert query.grad is not None
+    assert query.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("version", "parts"), [("2.4", 6), ("2.5", 12)])
+def test_flash_counts_the_multiprocessors_twice_since_2_5(version: str, parts: int) -> None:
+    """One query and 3,000 keys for each of 16 heads, as the builds have it."""
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    query, key = (torch.zeros(2, 8, count, 64, dtype=torch.float16, device="cuda") for count in (1, 3000))
+    sums = 16 * 4
+    made_here = made(lambda: F.scaled_dot_product_attention(query, key, key))
+    assert made_here == [2 * 8 * 64 * 2, sums, parts * sums, parts * sums * 64]

@@ -126,6 +126,20 @@ def test_a_norm_by_squares_is_several_operators_before_2_9_and_for_two_types(
         gpu.turn_off()
 
 
+@pytest.mark.parametrize(
+    ("torch_version", "asked"),
+    [("2.5", [61440, 80, 80, 61440]), ("2.6", [122880, 122880, 160, 160, 122880, 61440])],
+)
+def test_before_2_6_a_norm_by_squares_stays_in_half_precision(torch_version: str, asked: list[int]) -> None:
+    """As the builds of 2.4, 2.5 and 2.6 have it."""
+    gpu.turn_on(f"A100-40GB,torch={torch_version}")
+    try:
+        x = torch.zeros(40, 768, dtype=torch.bfloat16, device="cuda")
+        assert made(lambda: F.rms_norm(x, (768,))) == asked
+    finally:
+        gpu.turn_off()
+
+
 def test_a_norm_by_squares_in_all_surroundings(machine: gpu.VirtualMachine) -> None:
     x = torch.zeros(16, 64, device="cuda", requires_grad=True)
     norm = nn.RMSNorm(64, device="cuda")

@@ -36,8 +36,12 @@ from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
 _FLASH_SEEDS_ON_DEVICE_FROM = (2, 7)
-# Since when a mask chooses between two numbers. (The builds of 2.6, 2.11 and 2.13 do, a recording with 2.8, too.)
+# Since when a mask chooses between two numbers. (The builds of 2.6, 2.11 and 2.13 do, a recording with 2.8, too; that of 2.5 by
+# what may not be seen.)
 _CHOSEN_FROM = (2, 6)
+# Since when half precision is added up in float32 where no kernel is taken, and flash has parts for twice the multiprocessors.
+# (The builds of 2.5 and 2.6 do so, that of 2.4 does not.)
+_WIDE_FROM = _TWICE_FROM = (2, 5)
 FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
@@ -198,6 +202,8 @@ class Attention:
             raise RuntimeError(_OTHER_LENGTHS[kernel])
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, gpu.version)
+        if kernel == MATH and gpu.version < _CHOSEN_FROM and not enable_gqa:
+            return _step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale, gpu.version)
         if kernel == MATH:
             with _MASKING.raised():
                 return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
@@ -263,11 +269,52 @@ def _first_of(results: Sequence[Any]) -> Any:
     return first
 
 
+def _step_by_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
+    version: tuple[int, int],
+) -> torch.Tensor:
+    """`_scaled_dot_product_attention_math` of ``attention.cpp`` as it was before 2.6, without groups of heads."""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    root, kind = abs(scale) ** 0.5, query.dtype
+    is_wide = version >= _WIDE_FROM and kind in HALF and not torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    if is_wide:
+        query, key, value = query.float(), key.float(), value.float()
+    scaled = query * (-root if scale < 0 else root)
+    if is_causal:
+        mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        mask = _additive(mask, query.dtype, version)
+    scores = scaled @ (key.transpose(-2, -1) * root)
+    if mask is not None:
+        scores.add_(mask)
+    scores = scores.softmax(-1) if version < _WIDE_FROM else _aten._safe_softmax.default(scores, -1)
+    if dropout:
+        scores = torch.dropout(scores, dropout, train=True)
+    # C++ makes the second of its results first, and lets go of its variables from the last to the first.
+    other = scores.to(kind)
+    product = scores @ value
+    out = product.to(kind)
+    del product, scores, scaled, value, key, query, other
+    return out
+
+
 def _additive(mask: torch.Tensor, dtype: torch.dtype, version: tuple[int, int]) -> torch.Tensor:
     """What is added to the scores, for a mask of what may be seen (``attention.cpp`` in ATen/native/transformers)."""
     if version >= _CHOSEN_FROM:
         return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device))
-    return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    if version < _WIDE_FROM:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    lowest = torch.scalar_tensor(float("-inf"), dtype=dtype, device=mask.device)
+    hidden = mask.logical_not()
+    zero = torch.scalar_tensor(0.0, dtype=dtype, device=mask.device)
+    out = torch.where(hidden, lowest, zero)
+    del zero, hidden, lowest
+    return out
 
 
 def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
@@ -370,7 +417,8 @@ def _partial_results(engine: Engine, device: int, query: Any, key: Any) -> tuple
         heads, queries = key.shape[1], heads // key.shape[1]
     columns = 256 if size <= 64 else 128 if size <= 128 else 64
     rows = batch * heads * ceil(queries / _ROWS_OF_PARTS)
-    parts = parts_of_keys(rows, 2 * engine.memory.processors(device)[0], ceil(key.shape[2] / columns))
+    twice = 2 if engine.memory.torch_version(device) >= _TWICE_FROM else 1
+    parts = parts_of_keys(rows, twice * engine.memory.processors(device)[0], ceil(key.shape[2] / columns))
     if parts == 1:
         return ()
     sums = parts * batch * heads * queries * 4

@@ -127,6 +127,8 @@ class _RmsNorm(torch.autograd.Function):
 call_node(_RmsNorm, "FusedRmsNormBackward0")
 
 
+# Since when half precision is added up in float32. (The build of 2.6 does so, those of 2.4 and 2.5 do not.)
+_ADDED_WIDE_FROM = (2, 6)
 # Since when the weight is multiplied before the result has its type again (``layer_norm.cpp``, pull request 147203).
 _WEIGHED_WIDE_FROM = (2, 7)
 
@@ -136,14 +138,15 @@ def _by_smaller_operators(
 ) -> tuple[Any, Any]:
     """As `rms_norm_symint` in ``layer_norm.cpp`` does it before 2.9, and later where the weight has another type."""
     dims = list(range(-len(normalized_shape), 0))
-    wide = input.float() if input.dtype in HALF else input
+    wide = input.float() if input.dtype in HALF and version >= _ADDED_WIDE_FROM else input
     squares = wide.pow(2)
     means = squares.mean(dims, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps)
     rstd = torch.rsqrt(means)
-    # (In this order.)
+    # (In this order, and before 2.6 after the product, which was one expression.)
+    out = wide * rstd if version < _ADDED_WIDE_FROM else None
     del means
     del squares
-    out = wide * rstd
+    out = wide * rstd if out is None else out
     if version < _WEIGHED_WIDE_FROM:
         out = out.to(input.dtype)
     if weight is not None:

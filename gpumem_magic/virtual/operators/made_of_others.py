@@ -51,6 +51,8 @@ _KEYS = {func: key for func in _OPERATORS if (key := _function_for_all(func)) is
 (_SAFE_SOFTMAX,) = overloads("_safe_softmax")
 # Before, attention step by step took a plain softmax (``transformers/attention.cpp``): no row was looked at.
 _SAFE_FROM = (2, 5)
+# Since when rows that see nothing are filled in place; that of 2.5 chose between two numbers.
+_FILLED_FROM = (2, 6)
 
 
 @special(*(func for func in _KEYS if func.overloadpacket not in (_aten.ldexp, _aten.ldexp_)))
@@ -58,7 +60,21 @@ def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     with pushed(engine.mode), views_resolved(), torch._C._AutoDispatchBelowAutograd():
         if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _SAFE_FROM:
             return _aten.softmax.int(*args, **kwargs)
+        if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _FILLED_FROM:
+            return _chosen_by_row(*args, **kwargs)
         return func._op_dk(_KEYS[func], *args, **kwargs)
+
+
+def _chosen_by_row(scores: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
+    """`_safe_softmax` of 2.5 (``SoftMax.cpp``)."""
+    out = _aten.softmax.int(scores, dim, dtype)
+    lowest = torch.scalar_tensor(float("-inf"), dtype=out.dtype, device=out.device)
+    hidden = scores.eq(lowest)
+    rows = hidden.all(dim, keepdim=True)
+    zero = torch.scalar_tensor(0.0, dtype=out.dtype, device=out.device)
+    chosen = torch.where(rows, zero, out)
+    del zero, rows, hidden, lowest, out
+    return chosen
 
 
 # Since when an exponent of integers has a kernel. (2.11 has it, 2.6 does not; between them it is not known.)
