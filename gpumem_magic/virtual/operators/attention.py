@@ -300,7 +300,7 @@ def _step_by_step(
     product = scores @ value
     out = product.to(kind)
     del product, scores, scaled, value, key, query, other
-    return out
+    return out  # type: ignore[no-any-return]
 
 
 def _additive(mask: torch.Tensor, dtype: torch.dtype, version: tuple[int, int]) -> torch.Tensor:
