@@ -1550,3 +1550,21 @@ GeneTable = type("GeneTable", (), {"__module__": "pandas.core.frame"})
 def test_a_tuple_with_a_name_and_a_table_take_no_sizes(tmp_path: Path, made: str, said: bool) -> None:
     file, line = read_in(tmp_path, f"best = x.argmax()\nfound = [best]\nmade = {made}(found)\n")
     assert makes_a_size(file, line) is said
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("print(chr(x.argmax()))", True),
+        ("print(tokenizer.decode([x.argmax().item()]))", True),
+        ("print(x.argmax())", False),
+        ("chr(x.argmax())", False),
+    ],
+)
+def test_a_letter_that_is_made_of_a_stand_in_and_printed_is_said(tmp_path: Path, line: str, told: bool) -> None:
+    class Tokenizer:
+        def decode(self, numbers: list[int]) -> str:
+            return "the" * len(numbers)
+
+    said = "the program may print something else" in run(tmp_path, line, tokenizer=Tokenizer(), max=max)
+    assert said is told

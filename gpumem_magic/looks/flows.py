@@ -234,6 +234,8 @@ def _result_of(function: ast.expr) -> ast.expr:
     return ast.copy_location(ast.Call(function, [], []), function)
 
 
+# What makes letters of numbers.
+_SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
 # What gives the object of a name, or of a key.
 _GIVES = frozenset(("getattr", "get", "get_submodule"))
 # What operators raise, and what that is a kind of.
@@ -529,6 +531,9 @@ class _FlowReader:
         if name in _PRINTS:
             for argument in arguments(call):
                 self._test(argument, "printed")
+        if name in _SPELLS:
+            for argument in call.args:
+                self._test(argument, "looked up")
         if makes_of_contents(call):
             for argument in call.args:
                 self._test(argument, "held")
