@@ -329,3 +329,14 @@ def test_waste_of_a_sound_program_is_said_first() -> None:
         )
         assert answer(report).startswith("This cell does not use `old`"), answer(report)
         assert "Nothing piles up" in answer(report)
+
+
+def test_tensors_that_are_as_many_as_the_gradients_by_chance_are_no_gradients() -> None:
+    trains = "model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).cuda()\n"
+    trains += "model(torch.ones(1, 1024, device='cuda')).sum().backward()\n"
+    with notebook() as book:
+        others = "parts = [torch.ones(3 << 18, device='cuda') for _ in range(4)]\n"
+        assert "joined_gradients" not in names(book.measured(f"{trains}{others}whole = torch.cat(parts)"))
+    with notebook() as book:
+        joins = "whole = torch.cat([p.grad.flatten() for p in model.parameters()])"
+        assert "joined_gradients" in names(book.measured(trains + joins))
