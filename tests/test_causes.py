@@ -1658,6 +1658,21 @@ SHOWN = (
     "    loss.backward()\n    optimizer.step()\n    print(float(spread))"
 )
 SPREAD = "spread = -(out.softmax(-1) * out.log_softmax(-1)).sum(-1).mean()"
+WIDE_X = TRAIN + "x = torch.randn(8192, 512, device='cuda')"
+ONE_BY_ONE = """
+losses = [model(x).square().mean() for _ in range({parts})]
+while losses:
+    losses.pop(0).backward()
+"""
+IN_TURNS = """
+losses = []
+for _ in range({parts}):
+    losses.append(model(x).square().mean())
+    if len(losses) == 3:
+        losses.pop(0).backward()
+while losses:
+    losses.pop(0).backward()
+"""
 MICRO = (
     "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor _ in range(3):\n"
     "    outs = [model(part) for part in x.repeat(32, 1).chunk({parts})]\n"
@@ -1681,6 +1696,7 @@ GUILTY += [
     # the critic's own batch of fakes, which it takes detached
     Case("unused_graphs", (GAN, GAN_STEP.format(detached=".detach()", again="G(z)")), "torch.no_grad()"),
     Case("waiting_graphs", (TRAIN, MICRO.format(parts=8)), "8 forwards of `model`"),
+    Case("forwards_ahead", (WIDE_X, ONE_BY_ONE.format(parts=4)), "4 forwards wait at once, each for its own backward"),
     Case("held_checkpoint", (RESUMED.format(keep="self.state"), "trainer = Trainer()"), "`trainer.state = None`"),
     Case(
         "loaded_beside",
@@ -2080,6 +2096,28 @@ def test_a_batch_and_its_losses_are_one_forwards() -> None:
         )
         assert "kept_graphs" not in names(report), report.causes
         assert "retained_graph" in names(report), report.causes
+
+
+@pytest.mark.parametrize(("cell", "remedy"), [(ONE_BY_ONE, "1F1B"), (IN_TURNS, "Half the items in each")])
+def test_forwards_that_wait_for_backwards_of_their_own_are_counted(cell: str, remedy: str) -> None:
+    """As a pipeline's micro-batches do: all of them first, or some ahead of the backwards."""
+    with notebook("A100-40GB,torch=2.13") as book:
+        book.cell(WIDE_X)
+        whole = book.measured(cell.format(parts=8))
+        cause = next(one for one in whole.causes if one.name == "forwards_ahead")
+        assert remedy in cause.remedy
+        if cell == IN_TURNS:
+            assert cause.text.startswith("3 forwards wait at once")
+            book.cell("x = x[:4096].clone()\nmodel.zero_grad()")
+            half = book.measured(cell.format(parts=16))
+            (saved,) = [one for one in half.causes if one.name == "forwards_ahead"]
+            assert saved.bytes == pytest.approx(cause.bytes / 2, rel=0.03)
+            assert half.peak.allocated < whole.peak.allocated
+        assert "forwards_ahead" not in names(
+            book.measured("for _ in range(8):\n    model(x).square().mean().backward()")
+        )
+        # Two are a real and a generated batch.
+        assert "forwards_ahead" not in names(book.measured(ONE_BY_ONE.format(parts=2)))
 
 
 def test_what_is_trained_on_is_no_unused_graph() -> None:

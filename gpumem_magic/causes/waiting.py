@@ -1,4 +1,4 @@
-"""Graphs that wait for a backward: those of many forwards for one, and some through which none ever goes."""
+"""Graphs that wait for a backward: those of many forwards for one, or each for its own, and some through which none ever goes."""
 
 from __future__ import annotations
 
@@ -29,6 +29,13 @@ _TURNS_AT_ONCE = (
 _FORWARDS = 5
 # A few turns of a loop are the depth of a model.
 _TURNS = 8
+# Two are a forward before the backward of the one before it.
+_AHEAD = 3
+_BACKWARD_SOONER = (
+    "A backward soon after its forward (in a pipeline, the schedule 1F1B) lets fewer wait at once; "
+    "`torch.utils.checkpoint` inside keeps inputs only."
+)
+_LESS_EACH = "Half the items in each, and twice as many of them, take about half; `torch.utils.checkpoint` inside keeps inputs only."
 
 
 def waiting_graphs(scene: Scene) -> Iterator[Cause]:
@@ -59,6 +66,34 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
         f"{len(sizes)} {what} come before one backward{at}, and the graphs of all of them live until then: {human(sum(sizes))}.",
         remedy,
         sum(sizes) - sizes[-1],
+        describes=True,
+    )
+
+
+def forwards_ahead(scene: Scene) -> Iterator[Cause]:
+    """At the peak, the graphs of several forwards, each of which a backward of its own uses up: micro-batches of a pipeline."""
+    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+    if len(backwards) < _AHEAD:
+        return
+    forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+    waits: dict[str, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
+    for one in scene.living_in(scene.moment, "activations"):
+        number = bisect_right(forwards, (one.born, scene.end)) - 1
+        if one.freed is not None and number >= 0 and _is_in(one.freed, backwards):
+            waits[forwards[number][2]][number][bisect_right(backwards, (one.freed, one.freed))] += one.size
+    its = max(waits.values(), key=lambda found: sum(map(Counter.total, found.values())), default={})
+    its = {number: sizes for number, sizes in its.items() if sizes.total() >= scene.part_of_peak(50)}
+    own = {sizes.most_common(1)[0][0] for sizes in its.values()}
+    total = sum(map(Counter.total, its.values()))
+    if not _AHEAD <= len(its) == len(own) or total < scene.part_of_peak(4):
+        return
+    first, last = (forwards[number][0] for number in (min(its), max(its)))
+    is_in_turns = any(first < start < last for start, _ in backwards)
+    yield Cause(
+        "forwards_ahead",
+        f"{len(its)} forwards wait at once, each for its own backward, and {human(total)} are kept for them.",
+        _LESS_EACH if is_in_turns else _BACKWARD_SOONER,
+        total - max(map(Counter.total, its.values())),
         describes=True,
     )
 
