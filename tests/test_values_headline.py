@@ -1557,6 +1557,9 @@ def test_a_tuple_with_a_name_and_a_table_take_no_sizes(tmp_path: Path, made: str
     [
         ("print(chr(x.argmax()))", True),
         ("print(tokenizer.decode([x.argmax().item()]))", True),
+        ("print(chr(max(32, x.argmax())))", True),
+        ("print(('no', 'yes')[bool(x.sum() > 0)])", True),
+        ("print(max(32, x.argmax()))", False),
         ("print(x.argmax())", False),
         ("chr(x.argmax())", False),
     ],

@@ -63,7 +63,7 @@ class Reads:
     """counts: how often each line read. supplied: how often it was given a value of the user's.
 
     returned: how often what it had copied to the host went to a device again, as it was.
-    marks: how often it was a whole number ("whole"), a list of them ("list"), a size ("sized"), compared by
+    marks: how often it was a whole number ("whole"), a list of them ("list"), a flag ("flag"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
     `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), the seed that a
     DataLoader draws for its workers ("seeding"), read by a library that writes it down ("logged"), or an error came of it that
@@ -113,6 +113,8 @@ class Reads:
             self.marks[line[0], line[1], "whole"] += 1
             if several:
                 self.marks[line[0], line[1], "list"] += 1
+        elif dtype == torch.bool:
+            self.marks[line[0], line[1], "flag"] += 1
         if self.counts[line] == _MANY and (reader == "scripted" or (waits(*line) and not self._is_let_go(line))):
             self._warn(
                 line,

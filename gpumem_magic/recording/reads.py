@@ -158,12 +158,13 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, tried, whole, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
+    caught, tried, whole, flagged, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
         marks[read[0], read[1], mark]
         for mark in (
             "caught",
             "tried",
             "whole",
+            "flag",
             "sized",
             "list",
             "compared",
@@ -208,5 +209,6 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     if any(chooses_what_is_printed(*one) for one in asked):
         return "text"
     # Tokens become a text, which looks like one, and so does a name of a list; a single number is seen to be zero.
-    told = listed or (whole and looks_up(*read, within))
+    # (Which is larger, by which one of two is taken, is read as a flag.)
+    told = listed or ((whole or flagged) and looks_up(*read, within))
     return "text" if told and any(is_printed(*place) for place in (read, *stack[own:])) else ""
