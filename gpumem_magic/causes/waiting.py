@@ -35,7 +35,9 @@ _BACKWARD_SOONER = (
     "A backward soon after its forward (in a pipeline, the schedule 1F1B) lets fewer wait at once; "
     "`torch.utils.checkpoint` inside keeps inputs only."
 )
-_LESS_EACH = "Half the items in each, and twice as many of them, take about half; `torch.utils.checkpoint` inside keeps inputs only."
+_LESS_EACH = (
+    "Half the items in each, and twice as many, take about half; `torch.utils.checkpoint` inside keeps inputs only."
+)
 
 
 def waiting_graphs(scene: Scene) -> Iterator[Cause]:
