@@ -201,7 +201,7 @@ def _estimated(log: DeviceLog, timeline: Timeline, peak_position: int) -> list[s
             for one in estimated
             if one.born < peak_position <= (len(timeline) if one.freed is None else one.freed)
         )
-        share = f"{human(at_peak)} of the peak" if at_peak else "nothing of the peak's allocated bytes"
+        share = f"{human(at_peak)} of the peak" if at_peak else "none at the peak"
         largest = max((one.size for one in estimated), default=0)
         if largest:
             found.append(sentence.format(share=share, largest=human(largest)))
