@@ -160,6 +160,16 @@ def test_batches_that_wait_for_a_loop_are_told_and_are_not_its_variables_yet(dep
             assert named.count <= 2
 
 
+def test_batches_of_a_list_are_told_as_that_lists() -> None:
+    with notebook() as book:
+        book.cell(QUEUE)
+        report = book.measured(
+            "ready = [one.cuda() for one in batches()]\nfor _ in range(2):\n    for x in ready:\n        y = x @ weight"
+        )
+        assert "data_ready" in names(report)
+        assert "data_ahead" not in names(report)
+
+
 def test_a_cache_with_a_table_for_each_length_grows() -> None:
     lengths = [900, 700, 1000, 800, 950, 750]
     with notebook() as book:
