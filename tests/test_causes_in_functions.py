@@ -160,12 +160,24 @@ def test_batches_that_wait_for_a_loop_are_told_and_are_not_its_variables_yet(dep
             assert named.count <= 2
 
 
+LISTED = """
+net = nn.Linear(1024, 8).cuda()
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+"""
+EPOCHS = """
+ready = [torch.randn(1024, 1024).cuda() for _ in range(80)]
+for _ in range(2):
+    for x in ready:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+"""
+
+
 def test_batches_of_a_list_are_told_as_that_lists() -> None:
     with notebook() as book:
-        book.cell(QUEUE)
-        report = book.measured(
-            "ready = [one.cuda() for one in batches()]\nfor _ in range(2):\n    for x in ready:\n        y = x @ weight"
-        )
+        book.cell(LISTED)
+        report = book.measured(EPOCHS)
         assert "data_ready" in names(report)
         assert "data_ahead" not in names(report)
 
