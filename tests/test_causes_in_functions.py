@@ -161,15 +161,16 @@ def test_batches_that_wait_for_a_loop_are_told_and_are_not_its_variables_yet(dep
 
 
 LISTED = """
+host = [(torch.randn(1024, 1024), torch.randn(1024, 8)) for _ in range(80)]
 net = nn.Linear(1024, 8).cuda()
 optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
 """
 EPOCHS = """
-ready = [torch.randn(1024, 1024).cuda() for _ in range(80)]
+ready = [(x.cuda(), y.cuda()) for x, y in host]
 for _ in range(2):
-    for x in ready:
+    for x, y in ready:
         optimizer.zero_grad()
-        net(x).square().mean().backward()
+        (net(x) - y).square().mean().backward()
         optimizer.step()
 """
 
