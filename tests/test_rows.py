@@ -209,10 +209,13 @@ def test_a_thousand_calls_of_modules_that_take_turns_are_no_thousand_lines(state
     assert [text for text in told if "parts: forward of Model, forward of Loss" in text], told
 
 
-def test_parts_of_one_name_that_move_alike_are_all_put_together_and_others_stay() -> None:
+@pytest.mark.parametrize("name", ["forward", "forward {}"])
+def test_parts_of_one_name_that_move_alike_are_all_put_together_and_others_stay(name: str) -> None:
     """The forwards of a generation, each of which keeps a little more."""
     forwards = [
-        samples.row("", samples.state(activations=100 + place), kind="part", label="forward", peak=130 + place)
+        samples.row(
+            "", samples.state(activations=100 + place), kind="part", label=name.format(2 * place + 1), peak=130 + place
+        )
         for place in range(60)
     ]
     encoder = samples.row("", samples.state(activations=100), kind="part", label="forward", peak=300)

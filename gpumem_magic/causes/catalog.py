@@ -200,8 +200,7 @@ _COVERED = {
     "grown_result": ("matrices_of_rows",),
     # (Of what no backward goes through there is less to be computed in parts.)
     "wide_loss": ("float32_copy", "unused_graphs"),
-    # (All of a list's, which has a name, wait for a reason of their own.)
-    "data_ahead": ("data_ready", "growth", "kept_graphs"),
+    "data_ahead": ("growth", "kept_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
     # (Of all data there is as much whatever a batch has.)
     "whole_batch": ("copied_rows",),

@@ -121,9 +121,16 @@ def data_ahead(scene: Scene) -> Iterator[Cause]:
     """Batches that a generator or a queue of the program's has put on the device before the loop comes to them."""
     if scene.tensors is None or scene.report.error is not None:
         return
+    # What is still in a list at the end is that list's, and waits for nobody.
+    in_lists = {
+        allocation.index
+        for one in scene.held
+        if scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
+        and (allocation := scene.alive.get(one.address)) is not None
+    }
     waiting: dict[str, list[Allocation]] = defaultdict(list)
     for one in scene.living_in(scene.moment, "inputs"):
-        if name := scene.tensors.waits_for(one, scene.moment):
+        if one.index not in in_lists and (name := scene.tensors.waits_for(one, scene.moment)):
             waiting[name].append(one)
     for name, its in sorted(waiting.items(), key=lambda pair: -size_of(pair[1]))[:1]:
         if len(its) < _AHEAD or size_of(its) < scene.part_of_peak(4):

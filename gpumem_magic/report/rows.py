@@ -362,7 +362,8 @@ def _as_weak(weak: Sequence[_Place], count: int) -> Iterator[_Place]:
     most += most // _HARDLY
 
     def name(one: _Place) -> tuple[int, int, str]:
-        return id(one.body), one.depth, one.entry.row.label
+        named = _NUMBERED.fullmatch(one.entry.row.label)
+        return id(one.body), one.depth, named[1] if named else one.entry.row.label
 
     names = {name(one) for one in weak[:count] if one.entry.row.kind == "part"}
     for one in weak[count:]:
