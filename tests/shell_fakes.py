@@ -77,7 +77,13 @@ class FakeRecording:
         self._session.observer.max_iterations = max_iterations
         return self._session.observer
 
-    def close(self, error: BaseException | None, failed: Any, user_ns: Mapping[str, Any] | None) -> FakeReport:
+    def close(
+        self,
+        error: BaseException | None,
+        failed: Any,
+        user_ns: Mapping[str, Any] | None,
+        left: BaseException | None = None,
+    ) -> FakeReport:
         self._session.open = False
         self._session.closed.append((None if error is None else repr(error), failed))
         if self._session.close_error is not None:

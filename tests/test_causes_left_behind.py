@@ -137,7 +137,10 @@ optimizer.zero_grad()
 def test_a_part_that_was_replaced_behind_the_optimizer_stays_in_it() -> None:
     with notebook() as book:
         cause = named(run(book, REPLACED, "net.head = nn.Linear(512, 8).cuda()\nsteps()"), "optimizer_of_the_former")
-        assert cause.text.startswith("`optimizer` alone holds 64.1 MiB of parameters that no model has any more")
+        line = "(since line 2, `net.head = nn.Linear(512, 8).cuda()`)"
+        assert cause.text.startswith(
+            f"`optimizer` {line} alone holds 64.1 MiB of parameters that no model has any more"
+        )
         (freed,) = re.findall(r"frees ([\d.]+) MiB", cause.remedy)
         before = book.allocated()
         book.cell("optimizer = torch.optim.Adam(net.parameters())")

@@ -178,9 +178,9 @@ def test_what_is_terminated_while_its_report_is_made_has_one(
     """The program has ended by itself, also where it leaves a handler of its own behind. The status is its own."""
     close, before = FakeRecording.close, signal.getsignal(signal.SIGTERM)
 
-    def terminated(self: FakeRecording, *arguments: Any) -> Any:
+    def terminated(self: FakeRecording, *arguments: Any, **named: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return close(self, *arguments)
+        return close(self, *arguments, **named)
 
     monkeypatch.setattr(FakeRecording, "close", terminated)
     try:
