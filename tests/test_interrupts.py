@@ -67,6 +67,8 @@ class Interruption:
         self._places: dict[CodeType, set[int]] = {}
 
     def __enter__(self) -> Interruption:
+        # Python 3.12 tells of single steps only if some frame had asked for them by then.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(self._called)
         return self
 
