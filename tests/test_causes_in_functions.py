@@ -86,10 +86,6 @@ STEPS = """for _ in range(3):
 """
 
 
-def answer(report: Report) -> str:
-    return report.answer
-
-
 def cause(report: Report, name: str) -> str:
     (found,) = [one.sentence for one in report.causes if one.name == name]
     return found
@@ -315,8 +311,8 @@ def test_a_cause_of_less_than_half_leaves_the_rest_to_be_told() -> None:
             "for _ in range(4):\n    kept.append(torch.randn(4096, 1024, device='cuda').relu())\n"
             "all = torch.cat(kept).relu().sum()"
         )
-        assert answer(report).startswith("Each iteration leaves")
-        assert re.search(r"Of \d+ MiB at the peak, .*`torch\.cat\(kept\)", answer(report))
+        assert report.answer.startswith("Each iteration leaves")
+        assert re.search(r"Of \d+ MiB at the peak, .*`torch\.cat\(kept\)", report.answer)
 
 
 def test_data_is_scaled_in_place_where_the_training_comes_later() -> None:
@@ -350,8 +346,8 @@ def test_waste_of_a_sound_program_is_said_first() -> None:
             "new = net(1024, 2)\nopt = torch.optim.SGD(new.parameters(), lr=0.1)\nfor _ in range(4):\n"
             "    opt.zero_grad()\n    new(torch.randn(8, 1024, device='cuda')).mean().backward()\n    opt.step()"
         )
-        assert answer(report).startswith("This cell does not use `old`"), answer(report)
-        assert "Nothing piles up" in answer(report)
+        assert report.answer.startswith("This cell does not use `old`"), report.answer
+        assert "Nothing piles up" in report.answer
 
 
 def test_tensors_that_are_as_many_as_the_gradients_by_chance_are_no_gradients() -> None:

@@ -191,7 +191,7 @@ class Tensors:
         last = seen[bisect_right(seen, position, key=itemgetter(0)) - 1][0]
         if any(last <= end <= position for end in self._deletions.get(name, ())):
             return False
-        return (last, one.index) in seen[bisect_left(seen, last, key=itemgetter(0)) :]
+        return _has_pair(seen, (last, one.index))
 
     def _has_next(self, name: str, one: Allocation, position: int) -> bool:
         """Whether an allocation is among those that a name is seen to hold next, behind a position: of what waits for a loop's
@@ -200,12 +200,7 @@ class Tensors:
             return True
         seen = self._named[name]
         first = bisect_right(seen, position, key=itemgetter(0))
-        following = (
-            seen[first:first]
-            if first == len(seen)
-            else seen[first : bisect_right(seen, seen[first][0], key=itemgetter(0))]
-        )
-        return not following or any(index == one.index for _, index in following)
+        return first == len(seen) or _has_pair(seen, (seen[first][0], one.index))
 
     def is_former(self, one: Allocation, name: str, position: int) -> bool:
         """Whether the statement under way has made what a name is seen to hold next, and the name is still another's, as in
@@ -483,6 +478,12 @@ def words_of_place(file: str, line: int, function: str) -> str:
     """``modeling_llama.py:244 forward``; of what has no name of its own (a comprehension, a lambda), file and line."""
     name = cell_of(file) or os.path.basename(file.replace("\\", "/"))
     return f"{name}:{line}" if function.startswith("<") else f"{name}:{line} {function}"
+
+
+def _has_pair(pairs: Sequence[tuple[int, int]], wanted: tuple[int, int]) -> bool:
+    """Whether one of these is among them, which are sorted."""
+    place = bisect_left(pairs, wanted)
+    return place < len(pairs) and pairs[place] == wanted
 
 
 def _first_line(point: Checkpoint) -> str:

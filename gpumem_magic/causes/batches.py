@@ -14,7 +14,7 @@ from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
+from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint, Span
 from gpumem_magic.report.failure import failed_row, peak_is_of_a_failed_attempt
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -142,7 +142,8 @@ def _why_no_more(scene: Scene, saved: int, size: int, at: int) -> str:
 
 def _line_of(scene: Scene, position: int) -> int:
     """The line of the row that this is in; 0: of none."""
-    return next((point.line or 0 for point, start, stop in scene.points if start <= position <= stop), 0)
+    row = _row_at(scene, position)
+    return row[0].line or 0 if row is not None else 0
 
 
 def _goes_after(scene: Scene, one: Allocation, end: int) -> bool:
@@ -152,7 +153,12 @@ def _goes_after(scene: Scene, one: Allocation, end: int) -> bool:
 
 
 def _end_of_row(scene: Scene, position: int) -> int:
-    return next((stop for _, start, stop in scene.points if start <= position <= stop), position)
+    row = _row_at(scene, position)
+    return position if row is None else row[2]
+
+
+def _row_at(scene: Scene, position: int) -> tuple[Checkpoint, int, int] | None:
+    return next((row for row in scene.points if row[1] <= position <= row[2]), None)
 
 
 def large_images(scene: Scene) -> Iterator[Cause]:

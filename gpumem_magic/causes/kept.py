@@ -18,8 +18,9 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
 
 # So many tensors in one place are batches, or items.
-_AHEAD = 4
 _PARTS = 8
+# Fewer batches that wait are what a loader has ready.
+_AHEAD = 4
 # Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
 _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 # The argument and the attribute of transformers' models.

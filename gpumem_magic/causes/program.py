@@ -247,6 +247,12 @@ class ProgramText:
         """Whether a pattern is found in any of the cells."""
         return any(pattern.search(one.source) for one in self.cells)
 
+    def place_of(self, pattern: re.Pattern[str]) -> str:
+        """The first statement of the cells in which a pattern is found, and where, in brackets; "" where there is none."""
+        written = (one.place(node) for one in self.cells for node in one.everywhere)
+        found = next((one for one in written if pattern.search(one.statement)), None)
+        return f" (`{found.shown}`, {found.words})" if found is not None else ""
+
     def summed(self, name: str) -> str:
         """The expression of the cell that joins a list of tensors and only takes their sum or mean,
         ``torch.stack(outs).mean(0)`` or ``sum(outs)``; "" where nothing else of the list is read, or something else is."""

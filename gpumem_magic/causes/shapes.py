@@ -69,9 +69,7 @@ def _double(scene: Scene) -> Iterator[Cause]:
     dtype = max(_WIDE, key=lambda one: wide[one])
     if wide[dtype] < scene.part_of_peak(2):
         return
-    written = (one.place(node) for one in scene.program.cells for node in one.everywhere)
-    asked = next((one for one in written if _ON_PURPOSE.search(one.statement)), None)
-    at = f" (`{asked.shown}`, {asked.words})" if asked is not None else ""
+    at = scene.program.place_of(_ON_PURPOSE)
     yield Cause(
         "double_precision",
         f"{human(wide[dtype])} of the peak's {human(scene.report.peak.allocated)} are {dtype}{at}, twice what {_WIDE[dtype]} "

@@ -162,9 +162,7 @@ def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
         total = size_of(others) + size_of(states)
         if not states or total < scene.part_of_peak(5):
             continue
-        written = (one.place(node) for one in scene.program.cells for node in one.everywhere)
-        undone = next((one for one in written if _UNFREEZES.search(one.statement)), None)
-        at = f" (`{undone.shown}`, {undone.words})" if undone is not None else ""
+        at = scene.program.place_of(_UNFREEZES)
         yield Cause(
             "trained_beside_adapters",
             f"`{name}` trains the model's own weights beside the adapters{at}: {human(size_of(others))} of gradients and "

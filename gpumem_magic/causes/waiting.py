@@ -46,12 +46,10 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
     if backward is None or backward.failed:
         return
     begin, end = scene.start_of(backward), scene.end_of(backward)
-    forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+    forwards = _forwards(scene)
     found: dict[str, dict[int, list[Allocation]]] = defaultdict(lambda: defaultdict(list))
-    for one in scene.living_in(min(begin, scene.moment), "activations"):
-        number = bisect_right(forwards, (one.born, scene.end)) - 1
-        # What follows a forward (its loss, what becomes of the weights) is counted with it.
-        if one.freed is not None and begin <= one.freed <= end and number >= 0:
+    for number, one in _made_in(scene, forwards, min(begin, scene.moment)):
+        if one.freed is not None and begin <= one.freed <= end:
             found[forwards[number][2]][number].append(one)
     label, its = max(found.items(), key=lambda pair: sum(map(size_of, pair[1].values())), default=("", {}))
     what, remedy = f"forwards of {quoted(label)}", FEWER_AT_ONCE
@@ -74,14 +72,13 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
 
 def forwards_ahead(scene: Scene) -> Iterator[Cause]:
     """At the peak, the graphs of several forwards, each of which a backward of its own uses up: micro-batches of a pipeline."""
-    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+    backwards = _backwards(scene)
     if len(backwards) < _AHEAD:
         return
-    forwards = sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+    forwards = _forwards(scene)
     waits: dict[str, dict[int, Counter[int]]] = defaultdict(lambda: defaultdict(Counter))
-    for one in scene.living_in(scene.moment, "activations"):
-        number = bisect_right(forwards, (one.born, scene.end)) - 1
-        if one.freed is not None and number >= 0 and _is_in(one.freed, backwards):
+    for number, one in _made_in(scene, forwards, scene.moment):
+        if one.freed is not None and _is_in(one.freed, backwards):
             waits[forwards[number][2]][number][bisect_right(backwards, (one.freed, one.freed))] += one.size
     its = max(waits.values(), key=lambda found: sum(map(Counter.total, found.values())), default={})
     its = {number: sizes for number, sizes in its.items() if sizes.total() >= scene.part_of_peak(50)}
@@ -120,7 +117,7 @@ def _turns(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allo
 
 def unused_graphs(scene: Scene) -> Iterator[Cause]:
     """What a statement keeps for backward, though neither the next backward nor any other goes through it."""
-    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+    backwards = _backwards(scene)
     tensors = scene.tensors
     if not backwards or tensors is None:
         return
@@ -176,6 +173,23 @@ def unused_graphs(scene: Scene) -> Iterator[Cause]:
         f"Compute it inside `with torch.no_grad():`; the peak would be at most {human(highest)}.",
         saved,
     )
+
+
+def _forwards(scene: Scene) -> list[tuple[int, int, str]]:
+    return sorted((scene.start_of(one), scene.end_of(one), one.label) for one in scene.spans(FORWARD))
+
+
+def _backwards(scene: Scene) -> list[tuple[int, int]]:
+    return sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed)
+
+
+def _made_in(scene: Scene, forwards: list[tuple[int, int, str]], position: int) -> Iterator[tuple[int, Allocation]]:
+    """The activations that are live at a position, each with the number of the forward that made it. What follows a forward (its
+    loss, what becomes of the weights) is counted with it."""
+    for one in scene.living_in(position, "activations"):
+        number = bisect_right(forwards, (one.born, scene.end)) - 1
+        if number >= 0:
+            yield number, one
 
 
 def _line(birth: Birth) -> tuple[str, int]:

@@ -270,12 +270,10 @@ class _FlowReader:
         for flow in self._flows:
             for key in flow.source.keys:
                 by_key[key].append(flow)
+        nodes = [node for node in ast.walk(self._tree) if isinstance(node, ast.stmt)]
         spans = tuple(
-            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
-            for node in ast.walk(self._tree)
-            if isinstance(node, ast.stmt)
+            ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0)) for node in nodes
         )
-        nodes = list(ast.walk(self._tree))
         return FileFlows(
             tuple(self._flows),
             tuple(self._tests),

@@ -233,8 +233,8 @@ class Witness:
         found = next((name for name in self._names if objects.entry(self._namespace, name) is thing), None)
         if found is not None:
             return found
-        others = ((objects.text(name), value) for name, value in objects.items(self._namespace))
-        return next((name for name, value in others if value is thing and not name.startswith("_")), None)
+        others = (objects.text(name) for name, value in objects.items(self._namespace) if value is thing)
+        return next((name for name in others if not name.startswith("_")), None)
 
     def _mentioned_in(self, statement: str) -> list[str]:
         """The cell's names in a statement's text, and those that the functions use that it names: they may have set them."""

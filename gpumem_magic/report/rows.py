@@ -182,8 +182,7 @@ class _Tree:
                 gap, stem = part.skipped, stems[-1] if stems else ""
                 found.append(Entry(REST, part, before, (part,), (), gap.first, gap.last, (), gap.like, True))
             else:
-                named = _NUMBERED.fullmatch(part.label)
-                stem, number = (named[1], int(named[2][-9:])) if named else (part.label, 0)
+                stem, number = _stem_and_number(part.label)
                 inner = tuple(self._parts(telling_parts(part), before))
                 found.append(Entry(ROW, part, before, (part,), inner, number, number, in_call=True))
             stems.append(stem)
@@ -208,6 +207,12 @@ class _Tree:
         if other.kind == REST:
             return other.like is not None and first.first <= other.like <= before.last
         return same_moves(_loop_rows(first), _loop_rows(other), self._unseen)
+
+
+def _stem_and_number(label: str) -> tuple[str, int]:
+    """``("forward ", 3)`` of ``forward 3``; 0 where it has no number."""
+    named = _NUMBERED.fullmatch(label)
+    return (named[1], int(named[2][-9:])) if named else (label, 0)
 
 
 def _runs(rows: Sequence[Row], depth: int) -> Iterator[list[Row]]:
@@ -362,8 +367,7 @@ def _as_weak(weak: Sequence[_Place], count: int) -> Iterator[_Place]:
     most += most // _HARDLY
 
     def name(one: _Place) -> tuple[int, int, str]:
-        named = _NUMBERED.fullmatch(one.entry.row.label)
-        return id(one.body), one.depth, named[1] if named else one.entry.row.label
+        return id(one.body), one.depth, _stem_and_number(one.entry.row.label)[0]
 
     names = {name(one) for one in weak[:count] if one.entry.row.kind == "part"}
     for one in weak[count:]:
