@@ -192,7 +192,7 @@ def test_a_graph_in_a_traceback_goes_by_the_variable_that_has_it() -> None:
         assert "chiefly the graph of local `loss` of train()." in cause.text
 
 
-def test_what_grows_is_placed_where_a_function_of_another_cell_hands_it_over_or_else_where_it_was_made() -> None:
+def test_what_grows_is_placed_where_a_function_of_another_cell_hands_it_over() -> None:
     with notebook() as book:
         book.cell(
             "import threading, queue\nresults = queue.Queue()\nmodel = nn.Linear(2048, 2048).cuda()\n@torch.no_grad()\n"
