@@ -191,7 +191,6 @@ def test_modules_that_only_a_compiled_function_calls_are_named_as_it_names_them(
 
 
 def test_what_compiled_code_made_is_told_as_such() -> None:
-    """Its line is the function's first, which makes no tensor by itself."""
     cell = """
     def waves(x):
         for _ in range(4):
@@ -204,7 +203,7 @@ def test_what_compiled_code_made_is_told_as_such() -> None:
         plain = book.measured(cell.format("waves")).answer
         compiled = book.measured(cell.format("torch.compile(waves)")).answer
     assert "the compiled" not in plain
-    assert "tensors of the compiled `def waves(x):` (line " in compiled
+    assert "tensors of the compiled `x = (x @ x).sin()` (line " in compiled
 
 
 class Block(torch.nn.Module):

@@ -80,6 +80,11 @@ def is_compiler_file(filename: str) -> bool:
     return _COMPILER_FILE.search(filename) is not None
 
 
+def is_generated_file(filename: str) -> bool:
+    """Whether PyTorch's compiler wrote it."""
+    return bool(_GENERATED.search(filename)) or _is_below(filename, os.environ.get("TORCHINDUCTOR_CACHE_DIR"))
+
+
 def is_our_file(filename: str) -> bool:
     """Whether it is this package's."""
     return filename.startswith(_OURS)
@@ -91,7 +96,7 @@ def whose(filename: str) -> str:
         return TORCH
     if filename.startswith((_OURS, "<frozen ")) or (filename.startswith("<") and not filename.startswith(_TYPED)):
         return PASSED_OVER
-    if _GENERATED.search(filename) or _is_below(filename, os.environ.get("TORCHINDUCTOR_CACHE_DIR")):
+    if is_generated_file(filename):
         return PASSED_OVER
     if is_library_file(filename):
         # Python's own (`copy`, `contextlib`) only carries a call on.

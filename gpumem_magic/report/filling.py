@@ -253,8 +253,7 @@ def _place(members: Sequence[TensorGroup]) -> str:
         # Without lines of a cell (in a file), members may be from anywhere.
         return f" of {inner}" if inner else ""
     line = f" (line {first.line}{f': {inner}' if inner else ''})" if first.line else ""
-    # (Compiled code has its function's first line alone.)
-    compiled = "the compiled " if not expressions and first.operator == "torch.compile" else ""
+    compiled = "the compiled " if first.operator == "torch.compile" else ""
     return f" of {compiled}`{words}`{line}"
 
 

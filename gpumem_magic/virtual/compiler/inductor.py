@@ -20,6 +20,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.compiler import kernels
 from gpumem_magic.virtual.compiler.padding import Padding
 from gpumem_magic.virtual.compiler.settings import configure
+from gpumem_magic.virtual.compiler.source_lines import SourceLines
 from gpumem_magic.virtual.compiler.tracing import of_the_trace
 from gpumem_magic.virtual.compiler.tuning import Tuning
 from gpumem_magic.virtual.compiler.whose import Whose
@@ -99,6 +100,7 @@ def install(
     padding: Padding,
     tuning: Tuning,
     whose: Whose,
+    lines: SourceLines,
 ) -> None:
     """Until the patches are undone, Inductor compiles for the virtual card."""
     engine = machine.engine
@@ -110,11 +112,12 @@ def install(
     )
     kernels.install(patches, engine, tuning)
     _buffers(patches, engine, current_device)
-    _lowering(patches, otherwise, trials, padding)
+    _lowering(patches, otherwise, trials, padding, lines)
     trials.install(patches)
     compiled = importlib.import_module("torch._inductor.output_code").CompiledFxGraph
     padding.install(patches, compiled)
     whose.install(patches, compiled)
+    lines.install(patches, compiled)
 
 
 def _device(patches: Patches, cards: str) -> None:
@@ -197,7 +200,7 @@ def _is_for_a_card(graph: Any) -> bool:
     return any(device is not None and device.type == "cuda" for device in devices)
 
 
-def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding: Padding) -> None:
+def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding: Padding, lines: SourceLines) -> None:
     config = importlib.import_module("torch._inductor.config")
     compiler = importlib.import_module("torch._inductor.compile_fx")
     output = importlib.import_module("torch._inductor.output_code")
@@ -228,6 +231,7 @@ def _lowering(patches: Patches, otherwise: Counter[str], trials: Trials, padding
         if isinstance(compiled, output.CompiledFxGraph):
             Whose.note(graph, compiled)
             padding.note(compiled)
+            lines.note(compiled)
         return compiled
 
     patches.set(compiler, "fx_codegen_and_compile", fx_codegen_and_compile)
@@ -245,6 +249,7 @@ def compile_with(
     call: Callable[..., Any],
     otherwise: Counter[str],
     whose: Whose,
+    lines: SourceLines,
     wrapper: Any,
     model: Any,
     inputs: Any,
@@ -258,7 +263,7 @@ def compile_with(
     # Graphs with trials are not kept: a report names those trials.
     tried = any(settings.get(name, getattr(config, name)) for name in _TRIALS)
     wrapper.config = {**settings, **_PYTHON, **(_UNKEPT if tried else {})}
-    tag = f"{torch.compiler.config.cache_key_tag} {whose.begins(model)}"
+    tag = f"{torch.compiler.config.cache_key_tag} {whose.begins(model)} {lines.begins(model)}"
     try:
         with importlib.import_module("torch.compiler.config").patch({_TAG: tag}):
             return call(wrapper, model, of_the_trace(inputs), **kwargs)

@@ -18,7 +18,7 @@ from gpumem_magic import private
 from gpumem_magic.looks.warned import warnings_remembered
 from gpumem_magic.patching import Patches
 from gpumem_magic.units import counted, human
-from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding, tracing, tuning, whose
+from gpumem_magic.virtual.compiler import dynamo, graph_trees, inductor, padding, source_lines, tracing, tuning, whose
 from gpumem_magic.virtual.engine.device import MachineForTorch
 from gpumem_magic.virtual.operators.factories import Factories
 
@@ -48,6 +48,7 @@ class Compiler:
         self._tuning = tuning.Tuning(machine)
         self._padding = padding.Padding(self._tuning.buffer_of)
         self._whose = whose.Whose(self._engine)
+        self._lines = source_lines.SourceLines()
 
     def install(self, patches: Patches) -> None:
         """The parts of PyTorch's compiler are imported when the program first asks for them: they are large."""
@@ -64,7 +65,8 @@ class Compiler:
 
         def compile_with_inductor(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
             self._ready_to_compile(patches)
-            return inductor.compile_with(call, self._otherwise, self._whose, wrapper, *args, **kwargs)
+            noting = self._otherwise, self._whose, self._lines
+            return inductor.compile_with(call, *noting, wrapper, *args, **kwargs)
 
         patches.set(torch._TorchCompileInductorWrapper, "__call__", compile_with_inductor)
         self._is_installed = True
@@ -104,7 +106,7 @@ class Compiler:
     def _ready_to_compile(self, patches: Patches) -> None:
         if "inductor" not in self._ready:
             self._ready.add("inductor")
-            parts = self._otherwise, self._trials, self._padding, self._tuning, self._whose
+            parts = self._otherwise, self._trials, self._padding, self._tuning, self._whose, self._lines
             patches.attempt(inductor.install, self._machine, self._current_device, *parts)
             patches.attempt(graph_trees.name_what_is_skipped, self._otherwise)
 

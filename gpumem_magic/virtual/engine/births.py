@@ -25,6 +25,7 @@ from gpumem_magic.looks.code import (
     TORCH,
     expression_at,
     is_compiler_file,
+    is_generated_file,
     is_module_file,
     is_sharing_file,
     line_at,
@@ -33,6 +34,7 @@ from gpumem_magic.looks.code import (
 )
 from gpumem_magic.looks.tensors import no_dispatch, no_functions, size
 from gpumem_magic.virtual.engine.alike import Answer
+from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import number_of
 from gpumem_magic.virtual.engine.tensors import VirtualParameter, VirtualTensor
 
@@ -41,6 +43,7 @@ _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
 _ENGINE = "_engine_run_backward"
 _FUNCTION, _GRAPH, _SHARING, _COMPILER, _MODULE = "function", "graph", "sharing", "compiler", "module"
+_GENERATED = "generated"
 _MOST_SHARING = 4
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
@@ -88,6 +91,8 @@ class _FrameKinds(dict[str, str]):
                 kind = _COMPILER
             elif is_module_file(filename):
                 kind = _MODULE
+        elif kind is PASSED_OVER and is_generated_file(filename):
+            kind = _GENERATED
         found = self[filename] = "" if kind is PASSED_OVER else kind
         return found
 
@@ -150,6 +155,7 @@ class Births:
         called. inside: so many frames are the virtual GPU's own for sure, from this one on."""
         frame: FrameType | None = sys._getframe(inside)
         inner: FrameType | None = None
+        written: CodePlace | None = None
         function, in_engine, compiled = "", False, False
         sharing: tuple[str, ...] = ()
         known = self._whose
@@ -164,6 +170,8 @@ class Births:
                         inner = None if compiled else frame
                     elif kind is _COMPILER:
                         compiled = True
+                    elif kind is _GENERATED:
+                        compiled, written = True, written or STATE.generated_lines.get(frame.f_lineno or 0)
                     elif kind is _FUNCTION:
                         function = code.co_name
                     elif kind is _GRAPH and code.co_name == _ENGINE:
@@ -176,16 +184,23 @@ class Births:
                     elif kind is _MODULE and moves(code.co_name) and MOVES not in sharing:
                         sharing = (*sharing, MOVES)
             frame = frame.f_back
-        key = _key(inner), _key(frame), function, in_engine, sharing
+        key = _key(inner), _key(frame), written, function, in_engine, sharing
         way = self._ways.get(key)
         if way is None:
             if len(self._ways) > _MOST:
                 self._ways.clear()
-            way = self._ways[key] = _Path(_place(inner or frame, frame), function, in_engine, sharing)
+            way = self._ways[key] = _Path(_place(inner or frame, frame, written), function, in_engine, sharing)
         return way
 
 
-def _place(inner: FrameType | None, own: FrameType | None) -> CodePlace | None:
+def _place(inner: FrameType | None, own: FrameType | None, written: CodePlace | None) -> CodePlace | None:
+    """written: what generated code is for, where it is that which asks."""
+    if written is not None:
+        return (
+            written
+            if written.own_file or own is None
+            else CodePlace(written.file, written.line, written.function, *_own(own))
+        )
     if inner is None:
         return None
     code = inner.f_code

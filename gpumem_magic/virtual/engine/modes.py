@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.looks.tensors import is_tracing, no_dispatch, no_functions
 from gpumem_magic.private import aten
 from gpumem_magic.tracebacks import cut_below_operator
@@ -46,7 +48,8 @@ class ThreadState(threading.local):
 
     how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
     one was last noted, a list for the operators that run, where somebody listens, and who does so for all of them, (operator,
-    what it gives) where that is known before C++ asks, and a list for the words of errors, where C++ would lose them.
+    what it gives) where that is known before C++ asks, a list for the words of errors, where C++ would lose them, and of the
+    generated code that runs, line -> the program's place that it is for.
     """
 
     in_kernel = False
@@ -59,6 +62,7 @@ class ThreadState(threading.local):
     listener: Any = None
     given: tuple[Any, Any] | None = None
     words: list[str] | None = None
+    generated_lines: Mapping[int, CodePlace] = MappingProxyType({})
 
     def note_error(self, error: Exception) -> None:
         if self.words is not None:
