@@ -29,6 +29,7 @@ from gpumem_magic.looks.decisions import (
     chooses_what_is_printed,
     ends_a_loop,
     is_printed,
+    keeps_gradients,
     leads_to,
     looks_up,
     makes_a_size,
@@ -444,6 +445,44 @@ def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: b
     assert ends_a_loop(str(place), line) is decides
 
 
+_RAISED = """y = x.item()
+class Ready(Exception): pass
+class Done(Ready): pass
+def check():
+    if y > 1: raise Done
+def run():
+    check()
+    train(z)
+try:
+    run()
+CAUGHT
+"""
+_OWN_EXIT = """y = x.item()
+class Guard:
+    def __exit__(self, kind, error, traceback):
+        return GIVES
+with Guard():
+    if y > 1: raise ValueError
+    train(z)
+"""
+_OWN_MANAGER = """y = x.item()
+@contextlib.contextmanager
+def guarded():
+    try: yield
+    HANDLER
+with guarded():
+    if y > 1: raise ValueError
+    train(z)
+"""
+_OWN_CLASS = """y = x.item()
+class Meter:
+    def update(self, value): self.value = value
+    def __bool__(self, other=0): return self.value > 1
+meter = Meter()
+meter.update(y)
+if TEST:
+    train(z)
+"""
 _WORDED = """y = x.item()
 import numpy as np
 if y > 2:
@@ -534,12 +573,51 @@ def name(v):
         ("y = x.item()\nfor w in z:\n    with no_grad():\n        if y > 1: continue\n        train(w)", True),
         ("y = x.item()\nwith suppress(E):\n    if y > 1: raise E\n    train(z)", True),
         ("y = x.item()\nwith watch(E):\n    if y > 1: raise E\n    train(z)", False),
+        # An error that a function raises, caught by its name around a call.
+        (_RAISED.replace("CAUGHT", "except Done: pass"), True),
+        (_RAISED.replace("CAUGHT", "except Ready: pass"), True),
+        (_RAISED.replace("CAUGHT", "except KeyError: pass"), False),
+        (_RAISED.replace("CAUGHT", "except Exception: report()"), False),
+        (_RAISED.replace("CAUGHT", "except Done: raise"), False),
+        (_RAISED.replace("CAUGHT", "finally: pass"), False),
+        (_RAISED.replace("    run()", "    other()").replace("CAUGHT", "except Done: pass"), False),
+        (
+            _RAISED.replace("if y > 1: raise Done", "assert y > 1").replace("CAUGHT", "except AssertionError: pass"),
+            True,
+        ),
+        # Context managers of the program's own that keep an error to themselves, and that do not.
+        (_OWN_EXIT.replace("GIVES", "kind is ValueError"), True),
+        (_OWN_EXIT.replace("GIVES", "True"), True),
+        (_OWN_EXIT.replace("GIVES", "False"), False),
+        (_OWN_EXIT.replace("return GIVES", "self.close()"), False),
+        (_OWN_MANAGER.replace("HANDLER", "except ValueError: pass"), True),
+        (_OWN_MANAGER.replace("HANDLER", "except ValueError: raise"), False),
+        (_OWN_MANAGER.replace("HANDLER", "finally: pass"), False),
+        # What an object says of itself, and how it compares.
+        (_OWN_CLASS.replace("TEST", "meter"), True),
+        (_OWN_CLASS.replace("TEST", "not meter"), True),
+        (_OWN_CLASS.replace("TEST", "meter is None"), False),
+        (_OWN_CLASS.replace("__bool__", "__lt__").replace("TEST", "meter < 3"), True),
+        (_OWN_CLASS.replace("__bool__", "__lt__").replace("TEST", "meter"), False),
+        (_OWN_CLASS.replace("TEST", "other"), False),
+        ("y = x.item()\nsetattr(state, 'stop', y > 1)\nif state.stop:\n    train(z)", True),
+        ("y = x.item()\nstate.stop = y > 1\nif getattr(state, 'stop', False):\n    train(z)", True),
+        ("y = x.item()\nsetattr(state, 'best', y)\nif getattr(state, 'stop'):\n    train(z)", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert chooses_a_way(str(place), 1) is chooses
+
+
+@pytest.mark.parametrize(("tried", "chooses"), [("assert x.item() < 1", True), ("y = x.item() < 1", False)])
+def test_what_is_asserted_within_a_try_is_looked_for_where_it_was_read(
+    tmp_path: Path, tried: str, chooses: bool
+) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(f"try:\n    {tried}\n    train(z)\nexcept AssertionError: evaluate(z)", "utf-8")
+    assert chooses_a_way(str(place), 2, places=[(2, 4)]) is chooses
 
 
 _LOGGER = """
@@ -648,6 +726,12 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("getattr(self, f'layer{x.item()}')(batch)", True),
         ("y = x.item()\ntable.get(y)(batch)", True),
         ("nets[0](x.item())", False),
+        ("y = x.item()\ndel cache[y]", True),
+        ("y = x.item()\ncache.pop(y)", True),
+        ("y = x.item()\nworst = min(scores, key=lambda name: y)\ndel cache[worst]", True),
+        ("y = x.item()\ndel cache[name]", False),
+        ("y = x.item()\ndel y, cache[:3]", False),
+        ("y = x.item()\nword = words.pop(y)", False),
         ("getattr(self, name)(x.item())", False),
         ("y = x.item()\nprint(names[y])", False),
         ("y = x.cpu()\nz = y.mean()\nloss(y)", False),
@@ -657,6 +741,26 @@ def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) 
     place = tmp_path / "program.py"
     place.write_text(code, "utf-8")
     assert chooses_an_object(str(place), 1) is chooses
+
+
+@pytest.mark.parametrize(
+    ("code", "keeps"),
+    [
+        ("p.requires_grad = bool(x.mean() > 2)", True),
+        ("y = x.item()\np.requires_grad_(y > 2)", True),
+        ("y = x.item()\nkept = {name: y > 2}\np.requires_grad_(kept[name])", True),
+        ("y = x.item()\nwith torch.set_grad_enabled(y > 2): net(z)", True),
+        ("y = x.item()\nloss.backward(retain_graph=y > 2)", True),
+        ("y = x.item()\nfreeze = False\nif y > 2: freeze = True\np.requires_grad = not freeze", True),
+        ("y = x.item()\np.requires_grad_(True)", False),
+        ("y = x.item()\nwith torch.set_grad_enabled(phase == 'train'): net(z)", False),
+        ("y = torch.tensor([x.item()], requires_grad=True)", False),
+    ],
+)
+def test_which_lines_keep_gradients(tmp_path: Path, code: str, keeps: bool) -> None:
+    place = tmp_path / "program.py"
+    place.write_text(code, "utf-8")
+    assert keeps_gradients(str(place), 1) is keeps
 
 
 @pytest.mark.parametrize(

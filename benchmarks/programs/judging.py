@@ -79,7 +79,8 @@ class Run:
             line
             for line in lines
             if re.match(
-                r"^[\w.]*(Error|Exception|Exit|Interrupt|StopIteration|CannotRun|Empty|Missing|Saved|Full)(: |$)", line
+                r"^[\w.]*(Error|Exception|Exit|Interrupt|StopIteration|CannotRun|Empty|Missing|Saved|Full|\.error)(: |$)",
+                line,
             )
         ]
         return (found or [line for line in lines if line.strip()] or [""])[-1].strip()

@@ -7,6 +7,7 @@ import copy
 import heapq
 import itertools
 import math
+import types
 from typing import Any
 
 import numpy as np
@@ -670,3 +671,135 @@ def self_training(device: str) -> None:
         if not len(pool):
             break
     print(sizes)
+
+
+class _Converged(Exception):
+    pass
+
+
+class _Kept:
+    """A context manager that keeps an error to itself."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        return kind is not None and issubclass(kind, ValueError)
+
+
+class _Mean:
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+
+    def __bool__(self) -> bool:
+        return self.count > 0 and self.total / self.count < 2
+
+
+def _train(device: str, width: int = 256) -> Any:
+    model = net(device, 64, width, 1)
+    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
+    x, y = data(device)
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return model, x, y, step
+
+
+def error_caught_elsewhere(device: str) -> None:
+    _, x, _, step = _train(device)
+
+    def check(value: float) -> None:
+        if value < 1.5:
+            raise _Converged
+
+    turns = 0
+    try:
+        for turns in range(50):
+            check(step().item())
+    except _Converged:
+        pass
+    print(turns, (x @ x.T).shape)
+
+
+def error_kept_by_a_manager(device: str) -> None:
+    _, x, _, step = _train(device)
+    large = 0
+    for _ in range(6):
+        with _Kept():
+            if step().item() > 2.5:
+                raise ValueError("it diverges")
+            large += len(x @ x.T)
+    print(large)
+
+
+def assertion_caught(device: str) -> None:
+    _, x, _, step = _train(device)
+    rows = 0
+    for _ in range(6):
+        try:
+            assert step().item() < 3
+            rows += len(x @ x.T)
+        except AssertionError:
+            rows += len(torch.cat([x, x]) @ x.T)
+    print(rows)
+
+
+def mean_asked_for_truth(device: str) -> None:
+    _, x, _, step = _train(device)
+    mean = _Mean()
+    rows = 0
+    for _ in range(10):
+        mean.update(step().item())
+        if mean:
+            rows += len(x @ x.T)
+    print(rows)
+
+
+def frozen_layers(device: str) -> None:
+    model = net(device, 64, 512, 512, 1)
+    x, y = data(device)
+    F.mse_loss(model(x), y).backward()
+    kept = {name: one.grad.abs().mean().item() > 0.02 for name, one in model.named_parameters() if one.grad is not None}
+    model.zero_grad()
+    for name, one in model.named_parameters():
+        one.requires_grad_(kept[name])
+    F.mse_loss(model(x), y).backward()
+    print([one.grad is not None for one in model.parameters()])
+
+
+def gradients_while_large(device: str) -> None:
+    model, x, _, step = _train(device)
+    kept = []
+    for _ in range(6):
+        loss = step().item()
+        with torch.set_grad_enabled(loss < 3):
+            kept.append(model(x).requires_grad)
+    print(kept)
+
+
+def stop_by_setattr(device: str) -> None:
+    _, _, _, step = _train(device)
+    state = types.SimpleNamespace(stop=False)
+    turns = 0
+    for turns in range(60):
+        setattr(state, "stop", step().item() < 1)  # noqa: B010 - what programs write
+        if getattr(state, "stop"):  # noqa: B009
+            break
+    print(turns, torch.zeros(turns, 1000, device=device).shape)
+
+
+def least_is_deleted(device: str) -> None:
+    x, _ = data(device)
+    cache = {key: torch.zeros(256 * (key + 1), 100, device=device) for key in range(5)}
+    score = {key: x[key].sum().item() for key in range(5)}
+    worst = min(score, key=lambda key: score[key])
+    del cache[worst]
+    print(worst, torch.zeros(2000, 100, device=device).shape, len(cache))

@@ -23,7 +23,7 @@ from gpumem_magic.virtual import gpu
 _HERE = str(Path(__file__).parent)
 # So many lines more than three times as many are a program that does not end.
 _MORE = 300
-_SAYS = "a value that the virtual GPU does not know"
+_SAYS = "that the virtual GPU does not know"
 
 
 _KINDS = _SAME, _AS_MUCH, _SAID, _BESIDE, _SILENT = (

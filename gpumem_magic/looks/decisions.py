@@ -17,7 +17,8 @@ from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
 from gpumem_magic.looks import flows, observers
-from gpumem_magic.looks.flows import FileFlows, Flow, Key, Place, Uses
+from gpumem_magic.looks.flows import FileFlows, Flow, Key, Place, Test, Uses
+from gpumem_magic.looks.raises import are_caught
 from gpumem_magic.looks.wording import Own
 
 # Errors that a wrong value brings about, as a wrong name does not.
@@ -119,8 +120,17 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places:
     reached = _reached(file, line, callers, places=places)
     return any(
         (test[1].reads and reached.stands_in(test)) or reached.has(test, _VALUE, _WAY)
-        for test in reached.tests("called")
+        for test in (*reached.tests("called"), *reached.tests("removed"))
     ) or any(reached.has(test, _WAY, _WAY) for test in reached.tests("asked"))
+
+
+def keeps_gradients(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+    """Whether gradients are kept, or not, by what this line reads."""
+    reached = _reached(file, line, callers, places=places)
+    return any(
+        (test[1].reads and reached.stands_in(test)) or reached.has(test, _VALUE, _WAY)
+        for test in reached.tests("switch")
+    )
 
 
 def goes_by_an_if(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
@@ -287,10 +297,13 @@ class _Reached:
             (number, test.source)
             for number, one in enumerate(self._files)
             for test in one.tests
-            if test.decides == decides
+            if (test.decides == decides or (decides == "branch" and test.decides == "raised" and self._is_caught(test)))
             and not (test.unless and all(map(_is_as_written, test.unless)))
             and not (test.made and observers.only_hold(test.made))
         )
+
+    def _is_caught(self, test: Test) -> bool:
+        return are_caught(*test.raises, (one.caught for one in self._files))
 
     def goes_by(self, decides: str) -> bool:
         """Whether a test of that kind has the value, or a way that follows from it."""

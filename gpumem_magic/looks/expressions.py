@@ -38,6 +38,9 @@ _WHOLE = frozenset((
     "int", "round", "floor", "ceil", "trunc", "argsort", "argmax", "argmin", "argpartition", "topk", "multinomial", "index",
     "bisect", "bisect_left", "bisect_right", "searchsorted", "bucketize", "digitize", "choice", "choices", "most_common",
 ))  # fmt: skip
+# What says whether gradients are kept, by its first argument, and by arguments of these names.
+_SWITCHES = frozenset(("requires_grad_", "set_grad_enabled", "inference_mode", "no_grad"))
+_SWITCHING = frozenset(("requires_grad", "retain_graph", "create_graph", "set_to_none"))
 _OF_SHAPE = frozenset(("shape", "size", "numel", "len", "ndim", "dim"))
 # What compares each element with something.
 _COMPARING = frozenset(("gt", "lt", "ge", "le", "eq", "ne", "isin", "logical_and", "logical_or", "logical_not", "bool"))
@@ -167,6 +170,25 @@ def functions_asked(call: ast.Call) -> Sequence[str]:
     """The functions that are asked of each object, to choose among them or to make others (``min(items, key=loss)``)."""
     named = [one.value for one in call.keywords if one.arg == "key"] if called(call) in _CHOOSING else []
     return [dotted(one).rpartition(".")[2] for one in (*named, *(call.args[:1] if called(call) in _APPLYING else ()))]
+
+
+def attribute_named(call: ast.Call) -> str:
+    """``getattr(state, "stop")``: the attribute, where a text says it."""
+    name = call.args[1] if len(call.args) > 1 else None
+    return (
+        name.value if isinstance(name, ast.Constant) and type(name.value) is str and name.value.isidentifier() else ""
+    )
+
+
+def switches(node: ast.AST) -> Iterator[ast.expr]:
+    """What says whether gradients are kept: of an assignment or a call."""
+    if isinstance(node, ast.Assign):
+        if any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets):
+            yield node.value
+    elif isinstance(node, ast.Call):
+        if called(node) in _SWITCHES:
+            yield from node.args[:1]
+        yield from (one.value for one in node.keywords if one.arg in _SWITCHING)
 
 
 def selections(node: ast.expr) -> Iterator[ast.expr]:

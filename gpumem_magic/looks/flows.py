@@ -21,6 +21,7 @@ from gpumem_magic.looks.expressions import (
     anywhere_in,
     arguments,
     as_long_as,
+    attribute_named,
     called,
     calls,
     checks,
@@ -39,11 +40,13 @@ from gpumem_magic.looks.expressions import (
     left_out,
     makes_of_contents,
     selections,
+    switches,
     targets,
     whole_numbers,
 )
 from gpumem_magic.looks.given_names import GivenNames
 from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.looks.raises import NO_RAISES, Raises, is_swallowed, raised_by, swallowing
 from gpumem_magic.looks.wording import Own, Wording
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
@@ -146,8 +149,10 @@ class Test(NamedTuple):
     in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
     (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
     is an ``if`` that does nothing but show lines. A "divisor" is what something is divided by, with the lines of both.
+    By a "switch" gradients are kept, or not; something is "removed" by its key. "raised" is a "branch" where an error that a
+    function raises by it is caught around a call of that.
     unless: it decides that only where one of these methods is another in a subclass. made: the class that is made with it, as
-    far as it has a name (a tuple and a table take no sizes).
+    far as it has a name (a tuple and a table take no sizes). raises: the function, and the error's name.
     """
 
     source: Uses
@@ -155,6 +160,7 @@ class Test(NamedTuple):
     but: frozenset[Key]
     unless: frozenset[Own] = frozenset()
     made: str = ""
+    raises: tuple[str, str] = ("", "")
 
 
 class StatementUses(NamedTuple):
@@ -178,6 +184,7 @@ class FileFlows:
     spans: tuple[tuple[Place, Place], ...] = ()
     raises: tuple[tuple[int, int], ...] = ()
     tries: tuple[tuple[int, int], ...] = ()
+    caught: Raises = NO_RAISES
 
     def statement_at(self, place: Place) -> Place | None:
         """Where the innermost statement around a place begins."""
@@ -238,6 +245,8 @@ def _result_of(function: ast.expr) -> ast.expr:
 _SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
 # What gives the object of a name, or of a key.
 _GIVES = frozenset(("getattr", "get", "get_submodule"))
+# How objects say how they compare.
+_COMPARING = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 # What operators raise, and what that is a kind of.
 _OF_OPERATORS = frozenset(("RuntimeError", "LinAlgError", "Exception", "BaseException"))
 
@@ -260,6 +269,7 @@ class _FlowReader:
         self._modules = imported_modules(tree)
         self._wording = Wording(tree, self._keyed)
         self._given = GivenNames(tree)
+        self._swallowing = swallowing(tree)
         self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
         self._once = 0
         self._statement: Place = (0, 0)
@@ -284,8 +294,13 @@ class _FlowReader:
             tries=tuple(
                 (one.body[0].lineno, one.body[-1].end_lineno or 0)
                 for one in nodes
-                if isinstance(one, ast.Try) and any(map(_catches_operators, one.handlers))
+                if isinstance(one, (ast.Try, ast.With, ast.AsyncWith))
+                and (
+                    is_swallowed(one, self._swallowing, _OF_OPERATORS)
+                    or (isinstance(one, ast.Try) and any(map(_catches_operators, one.handlers)))
+                )
             ),
+            caught=Raises.of(self._tree),
         )
 
     # ---- scopes and names
@@ -386,6 +401,8 @@ class _FlowReader:
                     self._flow(node.value, names, "way")
                 for target in keys_set(node, self._keyed):
                     self._holds(target.slice, target.value)
+                for one in switches(node):
+                    self._test(one, "switch")
         elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
             if node.value is not None and isinstance(scope, _FUNCTIONS):
                 self._flow(node.value, ((0, f"{scope.name}()"),))
@@ -427,23 +444,35 @@ class _FlowReader:
                 self._branches(way, before, [[behind], []], scope, loop)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._told(node.value)
+            if called(node.value) == "pop":
+                for argument in node.value.args[:1]:
+                    self._test(argument, "removed")
         elif isinstance(node, ast.IfExp):
             self._branches(node, node.test, [[node.body], [node.orelse]], scope, loop)
         elif isinstance(node, (ast.If, ast.While)):
             self._branches(node, node.test, [node.body, node.orelse], scope, loop)
         elif isinstance(node, ast.Match):
             self._branches(node, node.subject, [case.body for case in node.cases], scope, loop)
-        elif (isinstance(node, ast.Try) and node.handlers) or (
-            isinstance(node, (ast.With, ast.AsyncWith))
-            and any(
-                isinstance(one.context_expr, ast.Call) and called(one.context_expr) == "suppress" for one in node.items
-            )
-        ):
-            for tried in (one for part in node.body for one in ast.walk(part)):
+        elif isinstance(node, ast.Assert):
+            self._raised(node.test, "AssertionError", scope)
+        elif isinstance(node, ast.Delete):
+            for one in node.targets:
+                if isinstance(one, ast.Subscript) and not isinstance(one.slice, ast.Slice):
+                    self._test(one.slice, "removed")
+        elif (isinstance(node, ast.Try) and node.handlers) or is_swallowed(node, self._swallowing):
+            around = self._statement
+            for tried in (one for part in node.body for one in ast.walk(part)):  # type: ignore[attr-defined]
                 if isinstance(tried, ast.Assert) or (
                     isinstance(tried, ast.If) and isinstance(tried.body[0], ast.Raise)
                 ):
+                    self._statement = (tried.lineno, tried.col_offset)
                     self._test(tried.test, "branch")
+            self._statement = around
+
+    def _raised(self, test: ast.expr, error: str, scope: _Scope) -> None:
+        if isinstance(scope, _FUNCTIONS):
+            uses = self._uses(test, True)
+            self._tests.append(Test(uses, "raised", frozenset(), raises=(scope.name, error)))
 
     def _branches(
         self,
@@ -469,6 +498,9 @@ class _FlowReader:
             return
         if ends:
             self._test(test, "loop")
+        for error in dict.fromkeys(map(raised_by, inner)):
+            if error:
+                self._raised(test, error, scope)
         if isinstance(node, (ast.If, ast.Match)):
             self._test(test, "if")
         unless = frozenset().union(*(one for one in found if one is not None))
@@ -526,6 +558,10 @@ class _FlowReader:
                 self._test(argument, "called")
         elif isinstance(call.func, ast.Attribute) and name not in QUIET:
             self._test(call.func.value, "asked")
+        for switch in switches(call):
+            self._test(switch, "switch")
+        if name == "setattr" and (attribute := attribute_named(call)):
+            self._flow(call.args[2], ((0, f".{attribute}"),))
         if name in _PRINTS:
             for argument in arguments(call):
                 self._test(argument, "printed")
@@ -685,6 +721,8 @@ class _FlowReader:
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
                 yield 0, f"{function}()"
+            if name == "getattr" and (key := attribute_named(node)):
+                yield from _asked((0, f".{key}"), asked)
         elif (
             isinstance(node, ast.Compare)
             and isinstance(node.ops[0], (ast.Is, ast.IsNot))
@@ -720,6 +758,8 @@ class _FlowReader:
                     break
             while len(parts) > 1 and parts[-1] in _ITSELF:
                 parts.pop()
+            if asked == "truth" and self._given.follows(self._key(found), "__bool__"):
+                yield 0, "__bool__()"
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
         elif asked == "length" and isinstance(node, ast.Subscript) and self._are_rows(node.value):
@@ -727,9 +767,18 @@ class _FlowReader:
         elif isinstance(node, ast.Attribute) and node.attr in _OF_SHAPE:
             yield from self._keys(node.value, "length")
         else:
+            if isinstance(node, ast.Compare):
+                yield from self._compared(node)
             asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
             for child in ast.iter_child_nodes(node):
                 yield from self._keys(child, asked if asks else "")
+
+    def _compared(self, node: ast.Compare) -> Iterator[Key]:
+        """What objects of the file's own classes say of how they compare."""
+        for one in (node.left, *node.comparators):
+            for method in _COMPARING if (name := dotted(one)) else ():
+                if self._given.follows(self._key(name), method):
+                    yield 0, f"{method}()"
 
     def _are_rows(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Subscript):

@@ -160,13 +160,12 @@ class StandIn:
 
     supplied: how many of these were values that the user supplied. decides: what may be made of what the line reads: that a
     "loop" ends, or the program does ("end"), a "size", an error that is caught ("except") or would be ("try"), the way of an
-    ``if`` ("branch"), or
-    which object is called ("choice"); or something is selected by it ("selection": on the device as much as there can be), or it
-    is only checked for numbers that are none ("check"), or `GradScaler` goes by it ("step"), or whole numbers of a list are
-    printed, or a text that is made of them, or an ``if`` that only prints goes by it ("text"). latest: nothing was read after
-    it. caller: where a library read, the line of the program's own that called it. fails: the error that ended the program may
-    come of what the line read. returned: how many went back to a device from the host, as they were, where nothing was made of
-    them that is known here.
+    ``if`` ("branch"), what has "gradients", or which object is called or removed ("choice"); or something is selected by it
+    ("selection": on the device as much as there can be), or it is only checked for numbers that are none ("check"), or
+    `GradScaler` goes by it ("step"), or whole numbers of a list are printed, or a text that is made of them, or an ``if`` that
+    only prints goes by it ("text"). latest: nothing was read after it. caller: where a library read, the line of the program's
+    own that called it. fails: the error that ended the program may come of what the line read. returned: how many went back to a
+    device from the host, as they were, where nothing was made of them that is known here.
     """
 
     line: str
@@ -183,6 +182,7 @@ class StandIn:
                 "loop",
                 "size",
                 "branch",
+                "gradients",
                 "choice",
                 "selection",
                 "check",

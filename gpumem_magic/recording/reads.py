@@ -20,6 +20,7 @@ from gpumem_magic.looks.decisions import (
     goes_by_an_if,
     is_printed,
     is_raised_there,
+    keeps_gradients,
     leads_to,
     looks_up,
     makes_a_size,
@@ -197,6 +198,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     # What TorchScript reads in the midst of its function is for a test.
     if scripted or any(chooses_a_way(*one) for one in asked):
         return "branch"
+    if keeps_gradients(*read, callers, within):
+        return "gradients"
     # (A module that moved, and is called later, is the same one.)
     if moved < count and chooses_an_object(*read, callers, within):
         return "branch" if goes_by_an_if(*read, callers, within) else "choice"

@@ -57,6 +57,7 @@ _DOUBTS = {
     "loop": "a loop may end earlier or later",
     "size": "a size may be different",
     "branch": "an `if` may go the other way",
+    "gradients": "gradients may be kept for something else",
     "choice": "another object may be chosen",
     "selection": "a selection may have another size",
     "check": "a check may find numbers that are not finite",
