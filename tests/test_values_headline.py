@@ -431,6 +431,9 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
         ("import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.late(): pass", 4, False),
         ("def step():\n    return int(x.item() > 0)\nfor _ in iter(step, 0): pass", 2, True),
         ("for _ in iter(lambda: x.item(), 0): pass", 1, True),
+        ("class Until:\n    def __next__(self):\n        if x.item() < 1: raise StopIteration", 3, True),
+        ("class Until:\n    def __next__(self):\n        if x.item() < 1: raise ValueError", 3, False),
+        ("class Until:\n    def next(self):\n        if x.item() < 1: raise StopIteration", 3, False),
         ("def step():\n    return int(x.item() > 0)\nfor _ in iter(other, 0): pass", 2, False),
         (
             "import steps\nclass Way:\n    def late(self):\n        return x.item()\nwhile steps.way.late(): pass",
@@ -482,6 +485,30 @@ meter = Meter()
 meter.update(y)
 if TEST:
     train(z)
+"""
+_TRIED = """y = x.item()
+try:
+    DOES
+except ERROR:
+    THEN
+"""
+_OWN_LENGTH = """y = x.item()
+class Buffer:
+    def __init__(self): self.rows = []
+    def add(self, row, score):
+        if score > 0: self.rows.append(row)
+    def __len__(self): return len(self.rows)
+buffer = Buffer()
+buffer.add(z, y)
+if TEST:
+    train(z)
+"""
+_HANDED = """y = x.item()
+def loss(): return y
+def count(): return 3
+def run(f):
+    if f() > 1: train(z)
+run(GIVEN)
 """
 _WORDED = """y = x.item()
 import numpy as np
@@ -603,6 +630,32 @@ def name(v):
         ("y = x.item()\nsetattr(state, 'stop', y > 1)\nif state.stop:\n    train(z)", True),
         ("y = x.item()\nstate.stop = y > 1\nif getattr(state, 'stop', False):\n    train(z)", True),
         ("y = x.item()\nsetattr(state, 'best', y)\nif getattr(state, 'stop'):\n    train(z)", False),
+        # What Python finds wrong of a value, where more than a number goes by it.
+        (_TRIED.replace("DOES", "w = names[y]").replace("ERROR", "KeyError").replace("THEN", "train(z)"), True),
+        (_TRIED.replace("DOES", "w = names[y]").replace("ERROR", "KeyError").replace("THEN", "w = 1"), False),
+        (_TRIED.replace("DOES", "w = names[y]").replace("ERROR", "TypeError").replace("THEN", "train(z)"), False),
+        (_TRIED.replace("DOES", "w = names[k]").replace("ERROR", "KeyError").replace("THEN", "train(z)"), False),
+        (_TRIED.replace("DOES", "w = 1 / y").replace("ERROR", "ZeroDivisionError").replace("THEN", "train(z)"), True),
+        (_TRIED.replace("DOES", "w = y / 2").replace("ERROR", "ZeroDivisionError").replace("THEN", "train(z)"), False),
+        (_TRIED.replace("DOES", "w = math.exp(y)").replace("ERROR", "OverflowError").replace("THEN", "train(z)"), True),
+        (
+            _TRIED.replace("DOES", "w = math.exp(y)").replace("ERROR", "OverflowError").replace("THEN", "w = math.inf"),
+            False,
+        ),
+        ("y = x.item()\nif y < 1:\n    p.grad = None", True),
+        ("y = x.item()\nif y < 1:\n    p.best = None", False),
+        # How much an object of the file's own holds.
+        (_OWN_LENGTH.replace("TEST", "len(buffer) > 3"), True),
+        (_OWN_LENGTH.replace("TEST", "buffer"), True),
+        (_OWN_LENGTH.replace("if score > 0: ", "").replace("TEST", "len(buffer) > 3"), False),
+        # What a function gives that was handed on, or has another name.
+        (_HANDED.replace("GIVEN", "loss"), True),
+        (_HANDED.replace("GIVEN", "lambda: loss()"), True),
+        (_HANDED.replace("GIVEN", "partial(loss)"), True),
+        (_HANDED.replace("GIVEN", "count"), False),
+        (_HANDED.replace("run(GIVEN)", "other = loss\nif other() > 1: train(z)"), True),
+        (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.best() > 1: train(z)"), True),
+        (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.last() > 1: train(z)"), False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -730,6 +783,17 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("y = x.item()\ncache.pop(y)", True),
         ("y = x.item()\nworst = min(scores, key=lambda name: y)\ndel cache[worst]", True),
         ("y = x.item()\ndel cache[name]", False),
+        ("y = x.item()\nqueue = PriorityQueue()\nqueue.put((y, n, net))\nqueue.get()[2](batch)", True),
+        (
+            "y = x.item()\nqueue = PriorityQueue()\nqueue.put((y, n, net))\nscore, n, best = queue.get()\nbest(batch)",
+            True,
+        ),
+        ("y = x.item()\nheap = []\nheappush(heap, (y, net))\nscore, best = heappop(heap)\nbest(batch)", True),
+        ("y = x.item()\nqueue = Queue()\nqueue.put((y, n, net))\nscore, n, best = queue.get()\nbest(batch)", False),
+        ("y = x.item()\nz = z.to('cuda' if y > 2 else 'cpu')", True),
+        ("y = x.item()\nkind = half if y > 2 else single\nz = z.to(dtype=kind)", True),
+        ("y = x.item()\nz = z.to(device)", False),
+        ("y = x.cpu()\nz = z.to(y.device, dtype=y.dtype)", False),
         ("y = x.item()\ndel y, cache[:3]", False),
         ("y = x.item()\nword = words.pop(y)", False),
         ("getattr(self, name)(x.item())", False),

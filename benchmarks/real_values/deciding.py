@@ -7,6 +7,7 @@ import copy
 import heapq
 import itertools
 import math
+import queue
 import types
 from typing import Any
 
@@ -803,3 +804,109 @@ def least_is_deleted(device: str) -> None:
     worst = min(score, key=lambda key: score[key])
     del cache[worst]
     print(worst, torch.zeros(2000, 100, device=device).shape, len(cache))
+
+
+def root_of_a_function(device: str) -> None:
+    x, _ = data(device)
+    model = net(device, 64, 1)
+
+    def objective(shift: float) -> float:
+        return model(x).mean().item() + 3 - shift
+
+    def first_below(function: Any) -> int:
+        turns = 0
+        while function(turns / 10) > 0.5 and turns < 50:
+            turns += 1
+        return turns
+
+    print(torch.zeros(first_below(objective), 1000, device=device).shape)
+
+
+class _Until:
+    def __init__(self, function: Any) -> None:
+        self.function, self.turns = function, 0
+
+    def __iter__(self) -> _Until:
+        return self
+
+    def __next__(self) -> float:
+        self.turns += 1
+        value: float = self.function()
+        if value < 1 or self.turns > 60:
+            raise StopIteration
+        return value
+
+
+def iterator_that_stops(device: str) -> None:
+    _, _, _, step = _train(device)
+    losses = list(_Until(lambda: step().item()))
+    print(torch.zeros(len(losses), 1000, device=device).shape)
+
+
+class _Rows:
+    def __init__(self) -> None:
+        self.rows: list[torch.Tensor] = []
+
+    def add(self, row: torch.Tensor, score: float) -> None:
+        if score > 0:
+            self.rows.append(row)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def as_many_as_were_kept(device: str) -> None:
+    x, _ = data(device)
+    rows = _Rows()
+    for row in x[:64]:
+        rows.add(row, row.sum().item())
+    print(torch.zeros(len(rows), 1000, device=device).shape)
+
+
+def names_by_value(device: str) -> None:
+    _, x, _, step = _train(device)
+    names = {0: "small", 1: "middle"}
+    rows = 0
+    for _ in range(5):
+        try:
+            name = names[int(step().item())]
+        except KeyError:
+            rows += len(x @ x.T)
+        else:
+            rows += len(torch.cat([x, x]) @ x.T) + len(name)
+    print(rows)
+
+
+def least_in_a_queue(device: str) -> None:
+    x, y = data(device)
+    waiting: queue.PriorityQueue[Any] = queue.PriorityQueue()
+    for number, width in enumerate((16, 2048, 64, 512)):
+        model = net(device, 64, width, 1)
+        waiting.put((F.mse_loss(model(x), y).item(), number, model))
+    _, number, model = waiting.get()
+    F.mse_loss(model(x), y).backward()
+    print(number)
+
+
+def kept_where_it_is_large(device: str) -> None:
+    _, _, _, step = _train(device)
+    kept = []
+    for _ in range(6):
+        loss = step().item()
+        kept.append(torch.ones(500, 1000).to(device if loss > 2.5 else "cpu"))
+    print(len(kept))
+
+
+def gradients_dropped(device: str) -> None:
+    model = net(device, 64, 256, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    x, y = data(device)
+    dropped = 0
+    for _ in range(4):
+        F.mse_loss(model(x), y).backward()
+        for one in model.parameters():
+            if one.grad is not None and one.grad.norm() < 1:
+                one.grad = None
+                dropped += 1
+        optimizer.step()
+    print(dropped)

@@ -120,7 +120,7 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places:
     reached = _reached(file, line, callers, places=places)
     return any(
         (test[1].reads and reached.stands_in(test)) or reached.has(test, _VALUE, _WAY)
-        for test in (*reached.tests("called"), *reached.tests("removed"))
+        for test in (*reached.tests("called"), *reached.tests("removed"), *reached.tests("placed"))
     ) or any(reached.has(test, _WAY, _WAY) for test in reached.tests("asked"))
 
 

@@ -38,6 +38,13 @@ _WHOLE = frozenset((
     "int", "round", "floor", "ceil", "trunc", "argsort", "argmax", "argmin", "argpartition", "topk", "multinomial", "index",
     "bisect", "bisect_left", "bisect_right", "searchsorted", "bucketize", "digitize", "choice", "choices", "most_common",
 ))  # fmt: skip
+# What puts something where the least comes out first.
+_HEAPS = frozenset(("heappush", "heappushpop", "heapreplace"))
+_PUTTING = frozenset(("put", "put_nowait"))
+# What comes of a key that is not there, of a division by zero, and of a number that a function does not take.
+_OF_LOOKUPS = frozenset(("KeyError", "IndexError", "LookupError"))
+_OF_DIVISIONS = frozenset(("ZeroDivisionError", "ArithmeticError"))
+_OF_NUMBERS = frozenset(("ValueError", "OverflowError", "ArithmeticError"))
 # What says whether gradients are kept, by its first argument, and by arguments of these names.
 _SWITCHES = frozenset(("requires_grad_", "set_grad_enabled", "inference_mode", "no_grad"))
 _SWITCHING = frozenset(("requires_grad", "retain_graph", "create_graph", "set_to_none"))
@@ -178,6 +185,62 @@ def attribute_named(call: ast.Call) -> str:
     return (
         name.value if isinstance(name, ast.Constant) and type(name.value) is str and name.value.isidentifier() else ""
     )
+
+
+def ordered_names(tree: ast.AST) -> frozenset[str]:
+    """The names and attributes that are made as queues which give the least first."""
+    return frozenset(
+        name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and called(node.value) == "PriorityQueue"
+        for target in node.targets
+        for name in targets(target)
+    )
+
+
+def put_in_order(call: ast.Call, ordered: frozenset[str]) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """What a call puts where the least comes out first, and into what."""
+    if called(call) in _HEAPS and len(call.args) == 2:
+        yield call.args[1], call.args[0]
+    elif isinstance(call.func, ast.Attribute) and call.func.attr in _PUTTING and dotted(call.func.value) in ordered:
+        yield from ((one, call.func.value) for one in call.args[:1])
+
+
+def fails_by(statement: ast.stmt, handlers: Sequence[ast.ExceptHandler]) -> Iterator[ast.expr]:
+    """The keys that a statement looks up, what it divides by and what it gives to Python's own functions of numbers, as far as
+    one of the handlers catches what comes of a wrong one."""
+    named = [one.type for one in handlers if one.type is not None]
+    kinds = {
+        dotted(kind).rpartition(".")[2] for one in named for kind in (one.elts if isinstance(one, ast.Tuple) else [one])
+    }
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and kinds & _OF_LOOKUPS:
+            yield node.slice
+        elif (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, (ast.Div, ast.FloorDiv, ast.Mod))
+            and kinds & _OF_DIVISIONS
+        ):
+            yield node.right
+        elif isinstance(node, ast.Call) and dotted(node.func).startswith("math.") and kinds & _OF_NUMBERS:
+            yield from node.args
+
+
+def drops_a_gradient(node: ast.AST) -> bool:
+    """``p.grad = None``."""
+    return (
+        isinstance(node, ast.Assign)
+        and isinstance(node.value, ast.Constant)
+        and node.value.value is None
+        and any(isinstance(one, ast.Attribute) and one.attr == "grad" for one in node.targets)
+    )
+
+
+def placements(call: ast.Call) -> Iterator[ast.expr]:
+    """What says on which device a tensor is put, or in which type."""
+    if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "type"):
+        yield from call.args[:1]
+    yield from (one.value for one in call.keywords if one.arg in ("device", "dtype"))
 
 
 def switches(node: ast.AST) -> Iterator[ast.expr]:

@@ -27,7 +27,9 @@ from gpumem_magic.looks.expressions import (
     checks,
     dictionaries,
     dotted,
+    drops_a_gradient,
     entry_of,
+    fails_by,
     functions_asked,
     imported_modules,
     inside,
@@ -39,6 +41,9 @@ from gpumem_magic.looks.expressions import (
     left_as_long,
     left_out,
     makes_of_contents,
+    ordered_names,
+    placements,
+    put_in_order,
     selections,
     switches,
     targets,
@@ -149,7 +154,8 @@ class Test(NamedTuple):
     in it. A value may have chosen the object that is "called", or "asked" to do something. As much is taken of something else
     (but: what that is) as is "held", or "selected" by a comparison. It is "printed", or something is "looked up" by it; "prints"
     is an ``if`` that does nothing but show lines. A "divisor" is what something is divided by, with the lines of both.
-    By a "switch" gradients are kept, or not; something is "removed" by its key. "raised" is a "branch" where an error that a
+    By a "switch" gradients are kept, or not; something is "removed" by its key; it says where a tensor is "placed", or in
+    which type. "raised" is a "branch" where an error that a
     function raises by it is caught around a call of that.
     unless: it decides that only where one of these methods is another in a subclass. made: the class that is made with it, as
     far as it has a name (a tuple and a table take no sizes). raises: the function, and the error's name.
@@ -245,6 +251,8 @@ def _result_of(function: ast.expr) -> ast.expr:
 _SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
 # What gives the object of a name, or of a key.
 _GIVES = frozenset(("getattr", "get", "get_submodule"))
+# What says by an error that there is no more of an object.
+_ENDING = {"__next__": "StopIteration", "__anext__": "StopAsyncIteration", "__getitem__": "IndexError"}
 # How objects say how they compare.
 _COMPARING = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 # What operators raise, and what that is a kind of.
@@ -266,6 +274,7 @@ class _FlowReader:
         self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
         self._dictionaries = dictionaries(tree)
+        self._ordered = ordered_names(tree)
         self._modules = imported_modules(tree)
         self._wording = Wording(tree, self._keyed)
         self._given = GivenNames(tree)
@@ -344,7 +353,7 @@ class _FlowReader:
         return f"::{name}" if of_module else name
 
     def _link(self, source: Key, target: Key, takes: frozenset[str] | None = None) -> None:
-        for what, whats in (("", ("",)), ("[]", ("[]", "[*]")), ("!", ("!",))):
+        for what, whats in (("", ("",)), ("[]", ("[]", "[*]")), ("!", ("!",)), ("()", ("()",))):
             before, after = (source[0], f"{source[1]}{what}"), tuple((target[0], f"{target[1]}{one}") for one in whats)
             self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value", takes=takes))
 
@@ -391,6 +400,7 @@ class _FlowReader:
                 if not (self._place_by_place(node) or self._handed_through(node, node.value, names)):
                     self._flow(node.value, names)
                     self._may_be_none(node.value, names)
+                    self._hands_on(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
                 if is_mask(node.value):
@@ -468,9 +478,24 @@ class _FlowReader:
                     self._statement = (tried.lineno, tried.col_offset)
                     self._test(tried.test, "branch")
             self._statement = around
+            if isinstance(node, ast.Try):
+                self._tried(node)
+
+    def _tried(self, node: ast.Try) -> None:
+        """What Python finds wrong of a value, where more than numbers go by whether it does."""
+        others = [*node.orelse, *(part for one in node.handlers for part in one.body)]
+        for statement in node.body:
+            behind = [*others, *(one for one in node.body if one.lineno > statement.lineno)]
+            if self._wording.works(behind) is None:
+                around, self._statement = self._statement, (statement.lineno, statement.col_offset)
+                for one in fails_by(statement, node.handlers):
+                    self._test(one, "branch")
+                self._statement = around
 
     def _raised(self, test: ast.expr, error: str, scope: _Scope) -> None:
-        if isinstance(scope, _FUNCTIONS):
+        if isinstance(scope, _FUNCTIONS) and _ENDING.get(scope.name) == error:
+            self._test(test, "loop")
+        elif isinstance(scope, _FUNCTIONS):
             uses = self._uses(test, True)
             self._tests.append(Test(uses, "raised", frozenset(), raises=(scope.name, error)))
 
@@ -486,7 +511,7 @@ class _FlowReader:
         ends = isinstance(node, ast.While) or (loop is not None and any(isinstance(one, LEAVES) for one in inner))
         behind = left_out(node, inner, scope.body if loop is None else loop.body, loop is not None)
         found = [self._wording.works(one) for one in (behind, *branches)]
-        skips, works = found[0] is None, None in found
+        skips, works = found[0] is None, None in found or any(map(drops_a_gradient, inner))
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
             self._test(test, f"wait {around.lineno}")
@@ -537,27 +562,35 @@ class _FlowReader:
         keywords = ",".join(sorted(one.arg for one in call.keywords if one.arg))
         known_as = f"{self._name_called(call)}({keywords}|" if keywords else f"{self._name_called(call)}("
         for position, argument in enumerate(call.args):
-            self._flow(argument, ((0, f"{known_as}{position}"),), "argument")
-            self._may_be_none(argument, ((0, f"{known_as}{position}"),))
+            self._argument(argument, (0, f"{known_as}{position}"))
         for one in call.keywords:
             if one.arg:
-                self._flow(one.value, ((0, f"{known_as}{one.arg}"),), "argument")
-                self._may_be_none(one.value, ((0, f"{known_as}{one.arg}"),))
+                self._argument(one.value, (0, f"{known_as}{one.arg}"))
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
                 names = (*inside(call.func.value), *anywhere_in(call.func.value))
                 self._flow(argument, tuple(map(self._key, names)))
+        for item, queue in put_in_order(call, self._ordered):
+            # (Which comes out first goes by all that is in it.)
+            names = (*inside(queue), *anywhere_in(queue))
+            self._flow(
+                item, tuple((at, f"{one}{mark}") for at, one in map(self._key, names) for mark in ("", "^")), "way"
+            )
         if isinstance(call.func, ast.Attribute) and name == "copy_" and call.args:
             self._flow(call.args[0], tuple(map(self._key, targets(call.func.value))))
         for key in keys_given(call, self._keyed):
             self._holds(key, call.func.value)  # type: ignore[attr-defined]
         if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
             self._test(call.func if isinstance(call.func, ast.Name) else call.func.slice, "called")
+            if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Call):
+                self._test(call.func.value, "asked")
         elif isinstance(call.func, ast.Call) and called(call.func) in _GIVES:
             for argument in call.func.args:
                 self._test(argument, "called")
         elif isinstance(call.func, ast.Attribute) and name not in QUIET:
             self._test(call.func.value, "asked")
+        for placed in placements(call):
+            self._test(placed, "placed")
         for switch in switches(call):
             self._test(switch, "switch")
         if name == "setattr" and (attribute := attribute_named(call)):
@@ -579,6 +612,24 @@ class _FlowReader:
         elif name in _SCALING:
             for argument in arguments(call)[1:]:
                 self._test(argument, "rounded")
+
+    def _argument(self, given: ast.expr, key: Key) -> None:
+        self._flow(given, (key,), "argument")
+        self._may_be_none(given, (key,))
+        self._hands_on(given, (key,))
+
+    def _hands_on(self, function: ast.expr, names: Sequence[Key]) -> None:
+        """What a function gives that has other names now."""
+        if isinstance(function, ast.Call) and called(function) == "partial" and function.args:
+            function = function.args[0]
+        if isinstance(function, ast.Lambda):
+            given = self._uses(function.body)
+        elif name := dotted(function):
+            own = {(0, f"{name}()")} if name in self._defined else set()
+            given = Uses(0, -1, frozenset((_result(self._key(name)), *own)), False)
+        else:
+            return
+        self._flows.append(Flow(given, tuple(map(_result, names)), "value"))
 
     def _size(self, of: ast.expr, made: str = "") -> None:
         self._test(of, "size", made=made)
@@ -715,12 +766,16 @@ class _FlowReader:
             # (A dictionary's keys are not what is in it.)
             about = "length" if name in _ASKING_SHAPE else "truth" if name == "keys" and not arguments(node) else ""
             yield from _asked((0, f"{self._name_called(node)}()"), asked)
+            if (function := dotted(node.func)) and function not in self._defined:
+                yield _result(self._key(function))
             if isinstance(node.func, ast.Attribute):
                 yield from self._keys(node.func.value, about or asked)
             for argument in arguments(node):
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
                 yield 0, f"{function}()"
+            if name == "len" and any(self._has_method(one, "__len__") for one in node.args):
+                yield 0, "__len__()"
             if name == "getattr" and (key := attribute_named(node)):
                 yield from _asked((0, f".{key}"), asked)
         elif (
@@ -758,8 +813,8 @@ class _FlowReader:
                     break
             while len(parts) > 1 and parts[-1] in _ITSELF:
                 parts.pop()
-            if asked == "truth" and self._given.follows(self._key(found), "__bool__"):
-                yield 0, "__bool__()"
+            if asked == "truth":
+                yield from ((0, f"{one}()") for one in ("__bool__", "__len__") if self._has_method(node, one))
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
         elif asked == "length" and isinstance(node, ast.Subscript) and self._are_rows(node.value):
@@ -776,9 +831,11 @@ class _FlowReader:
     def _compared(self, node: ast.Compare) -> Iterator[Key]:
         """What objects of the file's own classes say of how they compare."""
         for one in (node.left, *node.comparators):
-            for method in _COMPARING if (name := dotted(one)) else ():
-                if self._given.follows(self._key(name), method):
-                    yield 0, f"{method}()"
+            yield from ((0, f"{method}()") for method in _COMPARING if self._has_method(one, method))
+
+    def _has_method(self, node: ast.AST, method: str) -> bool:
+        name = dotted(node)
+        return bool(name) and self._given.follows(self._key(name), method)
 
     def _are_rows(self, node: ast.expr) -> bool:
         while isinstance(node, ast.Subscript):
@@ -804,6 +861,10 @@ def _deep(node: ast.expr) -> int:
 
 def _mask(key: Key) -> Key:
     return key[0], f"{key[1]}?"
+
+
+def _result(key: Key) -> Key:
+    return key[0], f"{key[1]}()"
 
 
 def _nothing(key: Key) -> Key:
