@@ -9,7 +9,7 @@ from asked_for import made
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
 
-OLD, TOOLKIT_12_4, TOOLKIT_12_8, THREE = (2, 0), (2, 3), (2, 7), (3, 0)
+OLD, TOOLKIT_12_4, TOOLKIT_12_6, TOOLKIT_12_8, THREE = (2, 0), (2, 3), (2, 5), (2, 7), (3, 0)
 TURING, AMPERE, ADA, HOPPER, BLACKWELL = (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)
 COUNT = 40_000_000
 # Of a hundred multiprocessors.
@@ -95,15 +95,17 @@ def test_the_first_of_each_key() -> None:
     assert cub(TOOLKIT_12_4, AMPERE).first_of_each(COUNT, 4, 4) == states(256 * 11, 8)
     assert cub(TOOLKIT_12_4, HOPPER).first_of_each(COUNT, 8, 4) == states(640 * 7, 8)
     # Counted in eight bytes.
-    assert cub(TOOLKIT_12_8, AMPERE).first_of_each(COUNT, 8, 4) == states(256 * 7, 16)
+    for version in (TOOLKIT_12_6, TOOLKIT_12_8):
+        assert cub(version, AMPERE).first_of_each(COUNT, 8, 4) == states(256 * 7, 16)
     assert cub(THREE, AMPERE).first_of_each(COUNT, 8, 8) == states(192 * 7, 16) + 256
 
 
-def test_elements_that_differ_take_their_values_along_by_cubs_kernel_since_2_7() -> None:
-    """As 2.9's CUDA build asks for 1,000,000 of them (`unique` with counts, `coalesce`)."""
+def test_elements_that_differ_take_their_values_along_by_cubs_kernel_since_2_5() -> None:
+    """As 2.7's and 2.9's CUDA builds ask for 1,000,000 of them (`unique` with counts, `coalesce`)."""
     assert cub(TOOLKIT_12_4, AMPERE).unique_by_key(1_000_000) == 26_111
-    assert cub(TOOLKIT_12_8, AMPERE).unique_by_key(1_000_000) == 7_167
-    assert cub(TOOLKIT_12_8, AMPERE).unique_by_key(100_000) == 1_791
+    for version in (TOOLKIT_12_6, TOOLKIT_12_8):
+        assert cub(version, AMPERE).unique_by_key(1_000_000) == 7_167
+        assert cub(version, AMPERE).unique_by_key(100_000) == 1_791
 
 
 def test_a_sum_has_one_for_each_block_that_may_run() -> None:

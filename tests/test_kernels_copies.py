@@ -101,6 +101,11 @@ def test_results_that_begin_with_no_element_are_filled_where_algorithms_are_dete
     assert made(lambda: torch.arange(0, 10, 0.5, device="cuda")) == [80, 4]
     assert made(lambda: torch.eye(30, device="cuda")) == [3600, 4]
     assert made(lambda: torch.where(x > 0, x, x)) == [100, 400, 4]
+    image, places = torch.zeros(2, 3, 16, 16, device="cuda"), torch.zeros(10, dtype=torch.int64, device="cuda")
+    assert made(lambda: F.pad(image, (1, 1, 1, 1), mode="reflect")) == [7776, 4]
+    assert made(lambda: F.pad(image[0], (1, 1), mode="reflect")) == [3456]
+    assert made(lambda: F.adaptive_avg_pool2d(image, 2)) == [96, 4]
+    assert made(lambda: F.multi_margin_loss(x, places)) == [4, 4, 40]
     # Others are made in their size, and nothing grows from nothing to nothing.
     assert made(lambda: torch.full((10, 10), 2.0, device="cuda")) == [400]
     assert made(lambda: torch.arange(0, device="cuda")) == []

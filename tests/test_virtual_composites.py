@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made
+from asked_for import made, steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -136,6 +136,22 @@ def test_before_2_6_a_norm_by_squares_stays_in_half_precision(torch_version: str
     try:
         x = torch.zeros(40, 768, dtype=torch.bfloat16, device="cuda")
         assert made(lambda: F.rms_norm(x, (768,))) == asked
+    finally:
+        gpu.turn_off()
+
+
+def test_what_a_norm_by_squares_divided_by_goes_before_its_result_is_made_narrow() -> None:
+    """As the build of 2.7 has it."""
+    gpu.turn_on("A100-40GB,torch=2.7")
+    try:
+        x = torch.zeros(40, 768, dtype=torch.bfloat16, device="cuda")
+        assert steps(lambda: F.rms_norm(x, (768,)))[-5:] == [
+            ("alloc", 122880),
+            ("free_requested", 160),
+            ("free_requested", 122880),
+            ("alloc", 61440),
+            ("free_requested", 122880),
+        ]
     finally:
         gpu.turn_off()
 

@@ -176,6 +176,7 @@ def test_the_nodes_have_the_names_of_cplusplus(device: Any, operator: Any) -> No
             "renorm": [2, 0, 1],
             "maximum": [x.detach()],
             "minimum": [x.detach()],
+            "atan2": [x.detach()],
             "linalg_householder_product": [torch.ones(2, device=where)],
         }
         out = operator(x, *more.get(operator.__name__.removesuffix(".default"), []))
@@ -194,6 +195,32 @@ def test_gradients_of_determinants_are_right(
     host[singular, 0] = 0
     for expected, found in both(torch.linalg.det, host):
         torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize(("version", "between"), [("2.9", [96, 96, 96, 96, 96, 96, 96, 96, 96]), ("2.11", None)])
+def test_up_to_2_9_an_angles_gradient_looks_for_no_zeros(version: str, between: list[int] | None) -> None:
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    try:
+        x, y = (source().cuda().requires_grad_() for _ in range(2))
+        # The squares, their sum, and one by it; for each the product with the other, and with that (of the second the negative
+        # first).
+        asked = gradients(torch.atan2(x, y), x, y)
+        assert (asked == between) == (between is not None)
+    finally:
+        gpu.turn_off()
+
+
+def test_an_angles_gradients_before_2_10_are_the_hosts() -> None:
+    gpu.turn_on("A100-40GB,torch=2.9,values=real")
+    try:
+        x, y = (torch.randn(4, 6, requires_grad=True) for _ in range(2))
+        on_device = [one.detach().cuda().requires_grad_() for one in (x, y)]
+        expected = torch.autograd.grad(torch.atan2(x, y).sum(), (x, y))
+        found = torch.autograd.grad(torch.atan2(*on_device).sum(), on_device)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.cpu(), other)
+    finally:
+        gpu.turn_off()
 
 
 def test_determinants_of_one_number_are_worked_out_before_2_12(device: Any) -> None:

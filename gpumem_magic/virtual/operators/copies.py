@@ -315,6 +315,9 @@ def _product_with_a_vector(
 
 @special(*_LAID_OUT_AFTER, table=BESIDE)
 def _laid_out_after(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
+    if func is _aten.reflection_pad2d.default:
+        # (Of one and of three dimensions the result is made in its size.)
+        growing.fill(engine, device, out.element_size())
     return copies_of(*(args[place] for place in _LAID_OUT_AFTER[func]))
 
 
@@ -386,7 +389,9 @@ def _largest_of_volumes(engine: Engine, func: Any, args: Any, kwargs: Any, out: 
 def _averaged(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     source = args[0]
     is_last = source.dim() == 4 and like_channels_last(source.shape, source.stride())
-    return laid_out(engine, func, args, kwargs, device, () if is_last else (0,))
+    out = laid_out(engine, func, args, kwargs, device, () if is_last else (0,))
+    growing.fill(engine, device, out.element_size())
+    return out
 
 
 @special(*_SMOOTHED, table=BESIDE)
@@ -420,6 +425,7 @@ def _columns(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
 def _margins(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
     """Plain copies, and each sample's share, before they are added up (``MultiMarginLoss.cu``)."""
     weights = args[4] if len(args) > 4 else kwargs.get("weight")
+    growing.fill(engine, device, out.element_size())
     copied = copies_of(*args[:2], *([] if weights is None else [weights]))
     return [*copied, *([args[0].shape[0] * out.element_size()] if not out.dim() and args[0].dim() == 2 else [])]
 

@@ -6,7 +6,7 @@ tiles the work is cut into follows from threads and items of the policy for the 
 (``single_pass_scan_operators.cuh``). A policy of its own is for compute capability 8.0 and for 9.0 and newer, since CUB 2.2; 8.6
 and 8.9 have the default. CUB is that of the CUDA toolkit which PyPI's wheels of a PyTorch are built with.
 
-Checked with PyTorch's own CUDA builds of 2.1, 2.4, 2.6, 2.8, 2.9, 2.11 and 2.13 by what they ask the allocator for, as cards of
+Checked with PyTorch's own CUDA builds of 2.1, 2.4, 2.6 to 2.9, 2.11 and 2.13 by what they ask the allocator for, as cards of
 capability 7.5, 8.0, 8.6, 9.0 and 10.0, over a CUDA runtime in which no kernel runs. What a kernel's registers and shared memory
 allow to run at once is not the runtime's answer there: it is read from the compiled kernels (2.6, for 8.0 and 8.6).
 """
@@ -22,8 +22,8 @@ from gpumem_magic.virtual.engine.engine import Engine
 _THREE = (3, 0)
 # Policies of generations, and wider words for values of one byte.
 _TUNED = (2, 3)
-# What is selected by key may be more than 31 bits count.
-_LONG_OFFSETS_BY_KEY = (2, 7)
+# What is selected by key may be more than 31 bits count. (The build of 2.7, whose toolkit is 12.6, has it; that of 2.6 does not.)
+_LONG_OFFSETS_BY_KEY = (2, 5)
 # The CUB of a PyTorch and of those that follow it.
 _OF_PYTORCH = (((2, 11), (3, 0)), ((2, 8), (2, 7)), ((2, 7), (2, 5)), ((2, 5), (2, 3)))
 _OLDEST = (2, 0)
@@ -144,7 +144,7 @@ class Cub(NamedTuple):
         return self._of_thrust(_parts(count, 64 * 5))
 
     def unique_by_key(self, count: int) -> int:
-        """The same with a value of eight bytes each; since CUB 2.7 by its kernel, with Thrust's storage around it."""
+        """The same with a value of eight bytes each; since CUB 2.5 by its kernel, with Thrust's storage around it."""
         if self.version < _LONG_OFFSETS_BY_KEY:
             return self.unique(count)
         threads, items = self._run_policy(8, 8)

@@ -339,6 +339,31 @@ def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.T
     return shared
 
 
+# ---- atan2
+
+# Since when places where both are zero are looked for. (The build of 2.10 does so, that of 2.9 does not.)
+_ZEROS_APART_FROM = (2, 10)
+
+
+def _atan2_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    source, other = ctx.saved_tensors
+    others = other * other
+    squares = source * source
+    sums = squares + others
+    shares = sums.reciprocal()
+    del sums, squares, others
+    first = gradient * other if ctx.needs_input_grad[1] else None
+    of_source = None if first is None else first * shares
+    if not ctx.needs_input_grad[2]:
+        del first
+        return of_source, None
+    negative = -source
+    second = gradient * negative
+    of_other = second * shares
+    del second, negative, first
+    return of_source, of_other
+
+
 # ---- determinants
 
 # Since when a matrix of one number hands the gradient on as it is (2.13 does; 2.11 works it out as that of others, on an H100; of
@@ -422,6 +447,7 @@ _NODES = {
             _determinant_backward,
         ),
         (_aten.trace.default, "TraceBackward0", (), False, _trace_backward, _DIAGONAL_ALONE_FROM),
+        (_aten.atan2.default, "Atan2Backward0", (0, 1), False, _atan2_backward, _ZEROS_APART_FROM),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
         (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
     )

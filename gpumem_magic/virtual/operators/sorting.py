@@ -435,7 +435,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     widened: list[int] = []
     lies: list[index_lists.Lie] = []
     chosen_dims = []
-    with ExitStack() as positions:
+    with ExitStack() as number, ExitStack() as positions:
         for index, dim in given:
             chosen_dims += list(range(dim, dim + index_lists.width(index)))
             at_home = not isinstance(index, VirtualTensor)
@@ -459,7 +459,7 @@ def _index_put(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
             return out
         if is_number:
             # A number comes to the device.
-            positions.enter_context(engine.scratch(device, source.element_size()))
+            number.enter_context(engine.scratch(device, source.element_size()))
         if not (accumulate or _is_sorted_anyway(engine, device, source)):
             with engine.scratch(device, *moved, *widened, *index_lists.bytes_laid_out(lies)):
                 return out
@@ -486,8 +486,9 @@ def _others(target: Any, dims: Sequence[int]) -> list[int]:
     return [size for dim, size in enumerate(target.shape) if dim not in dims]
 
 
-# Since when one number for all places is written without a sort. (2.11 does so, 2.6 does not; between them it is not known.)
-_ONE_NUMBER_FROM = (2, 7)
+# Since when one number for all places is written without a sort. (The build of 2.11 does so, that of 2.7 does not; between
+# them it is not known.)
+_ONE_NUMBER_FROM = (2, 8)
 
 
 def _is_sorted_anyway(engine: Engine, device: int, source: Any) -> bool:
