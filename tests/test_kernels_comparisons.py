@@ -169,8 +169,16 @@ def test_norms_and_maxima_of_lists_have_a_place_for_each_piece() -> None:
     gpu.turn_off()
     gpu.turn_on("A100-40GB,torch=2.9")
     several = [zeros(3), zeros(70000)]
-    # The room for the pieces came first.
+    # The room for the pieces came first, and before 2.3 one list of all norms.
     assert sequence(lambda: torch._foreach_max(several)) == "+16 +4 +4 -0"
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.2")
+    several = [zeros(3), zeros(70000)]
+    assert sequence(lambda: torch._foreach_norm(several)) == "+16 +8 -0"
+    gpu.turn_off()
+    gpu.turn_on("A100-40GB,torch=2.3")
+    several = [zeros(3), zeros(70000)]
+    assert sequence(lambda: torch._foreach_norm(several)) == "+16 +4 +4 -0"
 
 
 @pytest.mark.parametrize("name", ["addcdiv", "addcmul"])

@@ -122,6 +122,36 @@ def test_results_and_gradients_are_those_of_the_host(values: str) -> None:
             torch.testing.assert_close(card.grad.cpu(), host.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("version", "wholes", "with_positive"),
+    [
+        # The result; the logarithm of the sigmoid. With a weight of the positive that times the target first.
+        ("2.3", [1, 1], [1, 1, 1]),
+        # The highest; the result, and three exponents.
+        ("2.2", [1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]),
+        # The logarithm, the weights, the result.
+        ("2.4", [1, 1], [1, 1, 1]),
+    ],
+)
+def test_a_cross_entropy_with_logits_as_older_versions_have_it(
+    version: str, wholes: list[int], with_positive: list[int]
+) -> None:
+    """As the CUDA builds of 2.2 to 2.4 do."""
+    gpu.turn_off()
+    gpu.turn_on(f"A100-40GB,context=0,torch={version},values=real")
+    host = torch.linspace(-3, 3, ROWS * COLUMNS).view(ROWS, COLUMNS)
+    given = [host, host.sigmoid().flip(0), torch.full((COLUMNS,), 2.0)]
+    x, y, positive = (one.cuda() for one in given)
+    assert sizes(lambda: F.binary_cross_entropy_with_logits(x, y)) == [WHOLE * one for one in wholes]
+    found = sizes(lambda: F.binary_cross_entropy_with_logits(x, y, x, pos_weight=positive))
+    assert [size for size in found if size == WHOLE] == [WHOLE * one for one in with_positive]
+    for more, reduction in ((None, "mean"), (positive, "sum"), (positive, "none")):
+        on_host = None if more is None else given[2]
+        expected = F.binary_cross_entropy_with_logits(*given[:2], host, reduction=reduction, pos_weight=on_host)
+        card = F.binary_cross_entropy_with_logits(x, y, x, reduction=reduction, pos_weight=more)
+        torch.testing.assert_close(card.cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_each_has_a_function_of_all_devices() -> None:
     """Asked for one that is not there, C++ would run what lies at its place."""
     left_out = set(made_of_others._OPERATORS) - set(made_of_others._KEYS)

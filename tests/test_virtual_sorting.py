@@ -292,6 +292,11 @@ def test_bins_look_for_the_ends_first() -> None:
     assert made(lambda: y.histc(16)) == [64, 4, 4]
     assert made(lambda: y.histc(16, 0, 1)) == [64]
     assert made(lambda: y[:0].histc(16)) == [64]
+    # Up to 2.12 one after the other.
+    gpu.turn_on("virtual:8GiB,context=0MiB,torch=2.12")
+    x = torch.zeros(1000, dtype=torch.int64, device="cuda")
+    ends = [("alloc", 8), ("free_requested", 8)]
+    assert steps(lambda: x.bincount(minlength=16)) == [*ends, *ends, ("alloc", 128)]
 
 
 # ---- what a mask chooses

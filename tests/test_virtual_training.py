@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import made
+from asked_for import made, steps
+from torch.utils.checkpoint import checkpoint
 from torch_versions import WORKSPACES_ARE_KEPT
 
 from gpumem_magic.virtual import gpu
@@ -333,6 +334,46 @@ def test_autocast_holds_cast_weights_until_it_ends() -> None:
         layer(x)
         assert allocated() - before == 2 * MIB
     assert allocated() == before
+
+
+def _casts(run: Callable[[torch.nn.Linear, torch.Tensor], torch.Tensor], version: str) -> list[tuple[str, int]]:
+    """Steps that are as large as the copy of a weight in half precision, of a backward inside of a region of bfloat16."""
+    gpu.turn_on(f"A100-40GB,context=0,torch={version}")
+    layer = torch.nn.Linear(1024, 1024, bias=False, device="cuda")
+    x = torch.zeros(8, 1024, device="cuda", requires_grad=True)
+    layer(x)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = run(layer, x).sum()
+        found = steps(loss.backward)
+    assert layer.weight.grad is None or layer.weight.grad.dtype == torch.float32
+    return [(action, size) for action, size in found if size == 2 * MIB]
+
+
+def test_a_backward_inside_of_a_region_casts_to_float16_before_2_5() -> None:
+    """As the CUDA builds of 2.2 and 2.3 do, and that of 2.7 does not."""
+    run = lambda layer, x: layer(x)  # noqa: E731
+    made, gone = ("alloc", 2 * MIB), ("free_requested", 2 * MIB)
+    # The gradient of the weight alone.
+    assert _casts(run, "2.5") == [made, gone]
+    # That in float16; the weight in float16, for the gradient of x; the first in bfloat16.
+    assert _casts(run, "2.4") == [made, made, gone, made, gone, gone]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_what_is_worked_out_anew_inside_of_a_region_casts_its_weights_anew(reentrant: bool) -> None:
+    """As the CUDA builds of 2.3, 2.7 and 2.12 do: a thread counts the regions that it is in, and the one that goes backward is in
+    none but those that the parts begin."""
+
+    def twice(layer: torch.nn.Linear, x: torch.Tensor) -> torch.Tensor:
+        part = functools.partial(checkpoint, layer, use_reentrant=reentrant)
+        return part(part(x))  # type: ignore[no-any-return]
+
+    copies = [action for action, _ in _casts(twice, "2.7")]
+    # The copy of the region goes at the end of the first part, which goes on with it; the second makes one of its own.
+    assert copies.count("free_requested") - copies.count("alloc") == 1
+    # Without gradients (as a part with `reentrant` runs first) no gradient came to the weight through it before 2.11.
+    assert copies.count("alloc") == (2 if reentrant else 4)
+    assert _casts(twice, "2.11").count(("alloc", 2 * MIB)) == (3 if reentrant else 4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

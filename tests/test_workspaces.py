@@ -185,6 +185,12 @@ def test_a_product_of_integers_has_none_of_cublaslts() -> None:
     start = torch.cuda.memory_allocated()
     product = torch._int_mm(a, a)
     assert torch.cuda.memory_allocated() - start == product.nbytes + WORKSPACE
+    # Since 2.12 those of cuBLASLt's ask for no handle of cuBLAS's.
+    gpu.turn_on("A100-40GB,torch=2.12")
+    a = torch.ones(32, 32, dtype=torch.int8, device="cuda")
+    start = torch.cuda.memory_allocated()
+    product = torch._int_mm(a, a)
+    assert torch.cuda.memory_allocated() - start == product.nbytes
 
 
 def test_the_variable_for_the_workspace_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ cast once in a region and kept until it ends, which is memory that shows in the 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from gpumem_magic.patching import Patches
-from gpumem_magic.virtual.engine.modes import is_ours, origin
+from gpumem_magic.virtual.engine.modes import STATE, is_ours, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 _KEY = "AutocastCUDA"
@@ -46,12 +47,31 @@ _OF_SOME: dict[str, tuple[str, _Version, _Version]] = {
 }
 
 
+# Since when the type of a region comes along to the thread that goes backward, as whether there is one always did: before, what
+# is cast there becomes float16, until a region begins in the backward itself. (The build of 2.5 has it, not those of 2.2 to 2.4.)
+_CARRIED_FROM = (2, 5)
+
+
+# Since when a copy that is kept goes backward also where it was made without gradients. (The build of 2.12 has it so, that of 2.7
+# does not; it belongs to what inference mode keeps since 2.11, pull request 165068.)
+_KEPT_WITH_GRADIENT_FROM = (2, 11)
+
+
+class _OfThread(threading.local):
+    """Of the thread that goes backward: what it casts to, and how many regions began in it."""
+
+    dtype = torch.float16
+    nesting = 0
+
+
 class AutocastKernels:
     """The kernels, while they are installed."""
 
     def __init__(self, torch_version: Callable[[int], tuple[int, int]]) -> None:
         self._torch_version = torch_version
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._chosen: Callable[[str], torch.dtype] = torch.get_autocast_dtype
+        self._backwards = _OfThread()
         self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
     def install(self, patches: Patches, versions: list[_Version]) -> None:
@@ -68,6 +88,9 @@ class AutocastKernels:
             if casting:
                 kernels += [(one, self._on_some(one, policies[like](one), casting)) for one in _overloads(names)]
         patches.kernels(_KEY, [*kernels, (torch.ops.aten.binary_cross_entropy.default, _refuse)])
+        self._count_by_thread(patches)
+        if versions and max(versions) < _CARRIED_FROM:
+            self._keep_type_by_thread(patches)
         clear = torch.clear_autocast_cache
 
         def clear_autocast_cache() -> None:
@@ -77,10 +100,47 @@ class AutocastKernels:
         patches.set(torch, "clear_autocast_cache", clear_autocast_cache)
         patches.also_undo(self._cast_weights.clear)
 
+    def _count_by_thread(self, patches: Patches) -> None:
+        """Each thread counts the regions that it is in: the copies of weights go where the outermost of the thread that goes
+        backward ends, as it does for each part that is worked out anew, also within a region of the program's."""
+        begin, end, mine = torch.autocast_increment_nesting, torch.autocast_decrement_nesting, self._backwards
+
+        def autocast_increment_nesting() -> int:
+            if not STATE.backward:
+                return begin()
+            mine.nesting += 1
+            return mine.nesting
+
+        def autocast_decrement_nesting() -> int:
+            if not STATE.backward:
+                return end()
+            mine.nesting -= 1
+            return mine.nesting
+
+        patches.set(torch, "autocast_increment_nesting", autocast_increment_nesting)
+        patches.set(torch, "autocast_decrement_nesting", autocast_decrement_nesting)
+
+    def _keep_type_by_thread(self, patches: Patches) -> None:
+        get, choose, mine = torch.get_autocast_dtype, torch.set_autocast_dtype, self._backwards
+
+        def get_autocast_dtype(device_type: str) -> torch.dtype:
+            return mine.dtype if STATE.backward and device_type == "cuda" else get(device_type)
+
+        def set_autocast_dtype(device_type: str, dtype: torch.dtype) -> None:
+            if STATE.backward and device_type == "cuda":
+                mine.dtype = dtype
+            else:
+                choose(device_type, dtype)
+
+        self._chosen = get_autocast_dtype
+        patches.set(torch, "get_autocast_dtype", get_autocast_dtype)
+        patches.set(torch, "set_autocast_dtype", set_autocast_dtype)
+        patches.also_undo(lambda: setattr(self, "_chosen", get))
+
     # ---- policies
 
     def _lower(self, operator: Any) -> Callable[..., Any]:
-        return self._cast_first(operator, lambda given: torch.get_autocast_dtype("cuda"))
+        return self._cast_first(operator, lambda given: self._chosen("cuda"))
 
     def _float32(self, operator: Any) -> Callable[..., Any]:
         return self._cast_first(operator, lambda given: torch.float32)
@@ -88,7 +148,7 @@ class AutocastKernels:
     def _widest(self, operator: Any) -> Callable[..., Any]:
         def widest(given: tuple[Any, ...]) -> torch.dtype:
             is_wide = any(tensor.dtype == torch.float32 for tensor in _castables(given))
-            return torch.float32 if is_wide else torch.get_autocast_dtype("cuda")
+            return torch.float32 if is_wide else self._chosen("cuda")
 
         return self._cast_first(operator, widest)
 
@@ -156,9 +216,10 @@ class AutocastKernels:
         )
         if not keep:
             return arg.to(dtype)
+        differentiable = self._torch_version(arg.device.index) >= _KEPT_WITH_GRADIENT_FROM
         known = self._cast_weights.get(id(arg))
         if known is None or known[0] is not arg or known[1].dtype != dtype:
-            with origin("autocast"):
+            with origin("autocast"), torch.set_grad_enabled(True if differentiable else torch.is_grad_enabled()):
                 known = self._cast_weights[id(arg)] = (arg, arg.to(dtype))
         return known[1]
 

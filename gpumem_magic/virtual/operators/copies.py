@@ -799,12 +799,20 @@ def _renormed(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, devic
     return [norms, rows * source.element_size()] if kind.is_complex or kind != source.dtype else [norms]
 
 
+# Since when each of these norms is a tensor of its own, not a place in one for all. (The build of 2.3 has it, not that of 2.2.)
+_APART_FROM = (2, 3)
+
+
 @special(_aten._foreach_norm.Scalar)
 def _norms(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """A place for each piece of the largest; a norm of nothing is made last, and the one that was meant for it dropped."""
     out = engine.fake_call(func, args, kwargs)
     item = 8 if any(tensor.dtype == torch.float64 for tensor in args[0]) else 4
+    together = engine.memory.torch_version(device) < _APART_FROM and all(tensor.numel() for tensor in args[0])
     with engine.scratch(device, len(args[0]) * _pieces(args[0]) * item):
+        if together:
+            with pushed(engine.mode):
+                return list(args[0][0].new_empty(len(out), dtype=out[0].dtype).unbind())
         filled = [one for one, tensor in zip(out, args[0], strict=True) if tensor.numel()]
         engine.settle(filled)
         with engine.scratch(device, *[one.element_size() for one in out[len(filled) :]]):

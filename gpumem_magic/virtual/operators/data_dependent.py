@@ -115,7 +115,7 @@ def _assert_nothing(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
 
 
 # Since when the lowest and the highest element are looked for together (``SummaryOps.cu``).
-_AT_ONCE_FROM = (2, 12)
+_AT_ONCE_FROM = (2, 13)
 
 # ---- copies
 
@@ -357,7 +357,7 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
     if not args[0].numel():
         return _placed(engine, (size,), dtype, device)
-    # The lowest and the highest are looked for first: one after the other, since 2.12 at once, and then held to the end.
+    # The lowest and the highest are looked for first: one after the other, since 2.13 at once, and then held to the end.
     with ExitStack() as held:
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             # The weights are made float64 before (`_bincount_cuda` in ``SummaryOps.cu``).

@@ -62,7 +62,53 @@ def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
             return _aten.softmax.int(*args, **kwargs)
         if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _FILLED_FROM:
             return _chosen_by_row(*args, **kwargs)
+        if func is _CROSS_ENTROPY and engine.memory.torch_version(device) < _SIGMOID_FIRST_FROM:
+            return _cross_entropy_as_before(*args, **kwargs, version=engine.memory.torch_version(device))
         return func._op_dk(_KEYS[func], *args, **kwargs)
+
+
+(_CROSS_ENTROPY,) = overloads("binary_cross_entropy_with_logits")
+# Since when it begins with the logarithm of the sigmoid, which stays to the end; and since when it has one, and no exponentials.
+# (The builds of 2.2 to 2.4.)
+_SIGMOID_FIRST_FROM, _BY_SIGMOID_FROM = (2, 4), (2, 3)
+_MEAN, _SUM = 1, 2
+
+
+def _cross_entropy_as_before(
+    scores: Any,
+    target: Any,
+    weight: Any = None,
+    pos_weight: Any = None,
+    reduction: int = _MEAN,
+    *,
+    version: tuple[int, int],
+) -> Any:
+    """`binary_cross_entropy_with_logits` of 2.3, and of older ones (``Loss.cpp``)."""
+    highest = None if version >= _BY_SIGMOID_FROM else scores.neg().clamp_min_(0)
+    of_positive = None
+    if pos_weight is not None:
+        one_less = pos_weight - 1
+        of_positive = one_less.mul(target)
+        del one_less
+        of_positive.add_(1)
+    loss = (1 - target).mul_(scores)
+    if highest is None:
+        logarithm = torch.nn.functional.logsigmoid(scores)
+        loss.sub_(logarithm if of_positive is None else of_positive.mul_(logarithm))
+        del logarithm
+    else:
+        first = highest.neg().exp_()
+        negative = scores.neg()
+        second = (negative - highest).exp_()
+        first.add_(second).log_()
+        loss.add_(highest).add_(first) if of_positive is None else loss.add_(of_positive.mul_(first.add_(highest)))
+        del second, negative, first
+    del of_positive
+    if weight is not None:
+        loss.mul_(weight)
+    out = loss.mean() if reduction == _MEAN else loss.sum() if reduction == _SUM else loss
+    del highest
+    return out
 
 
 def _chosen_by_row(scores: Any, dim: int, dtype: torch.dtype | None = None) -> Any:

@@ -20,8 +20,8 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
 from gpumem_magic.virtual.operators.reductions import shared_by_statistics
 
-# Of group norms in half precision: 2.13 has the statistics in float32 first, 2.11 does not; of 2.12 it is not known.
-_WIDE_FROM = (2, 12)
+# Of group norms in half precision: since when the statistics are in float32 first.
+_WIDE_FROM = (2, 13)
 # Of layer norms: since when their rows are added up in parts, and since when the sums of each row are no tensors.
 _FROM, _ROWS_IN_ONE_KERNEL_FROM = (2, 8), (1, 11)
 _FEW_ROWS = 64 * 1024

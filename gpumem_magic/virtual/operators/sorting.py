@@ -376,7 +376,7 @@ def _accumulate(
 
 
 # Since when each end is compared on the device, and since when both are looked for at once.
-_COMPARED_FROM, _BOTH_ENDS_FROM = (2, 4), (2, 12)
+_COMPARED_FROM, _BOTH_ENDS_FROM = (2, 4), (2, 13)
 
 
 def _hold_ends(engine: Engine, device: int, copied: int) -> None:

@@ -44,8 +44,8 @@ _INDICES_OF_A_PART = 10
 # Adding up without rows for the parts: since when, threads of a warp and of a block, blocks of a multiprocessor that are few.
 _FUSED_FROM = (2, 11)
 _FEWER_BITS_FROM = (2, 12)
-# Since when `max_norm` sees all indices as one list. (2.11 doesn't, 2.13 does; of 2.12 it is not known.)
-_ONE_LIST_FROM = (2, 12)
+# Since when `max_norm` sees all indices as one list.
+_ONE_LIST_FROM = (2, 13)
 _WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
 _MEAN, _MAX = 1, 2
 

@@ -41,6 +41,9 @@ _OTHERS = {
     *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out"),
     *overloads("addmm_ baddbmm_ addmv_ mm.dtype mm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out"),
 }
+# Since when products of cuBLASLt's ask for no handle of cuBLAS's (the build of 2.12): those of integers take nothing.
+_WITHOUT_HANDLE_FROM = (2, 12)
+_OF_INTEGERS = {*overloads("_int_mm _int_mm.out")}
 # Products of matrices, which go to cuBLASLt where a program prefers it (`gemm` and `bgemm` in ``CUDABlas.cpp``).
 _OF_MATRICES = {*_WITH_BIAS, *overloads("mm bmm baddbmm mm.out bmm.out baddbmm.out addmm_ baddbmm_")}
 _PRODUCTS_OF_MANY = {*overloads("bmm")}
@@ -136,6 +139,8 @@ class Workspaces:
             return
         self._begin(device)
         policy = self._policies.get(device) or self._decide(device)
+        if func in _OF_INTEGERS and self._versions[device] >= _WITHOUT_HANDLE_FROM:
+            return
         by_lt = policy.lt_bytes and (
             func in _LT
             or (func in _WITH_BIAS and adds_bias(args, self._versions[device]))
