@@ -140,6 +140,30 @@ def test_before_2_6_a_norm_by_squares_stays_in_half_precision(torch_version: str
         gpu.turn_off()
 
 
+@pytest.mark.parametrize(
+    ("version", "asked", "result"),
+    [
+        # x and its squares in float32, their means, one by the roots; all that follows is float32.
+        ("2.4", [8192, 8192, 128, 128, 8192, 8192], torch.float32),
+        ("2.6", [8192, 8192, 128, 128, 8192, 4096, 8192], torch.float32),
+    ],
+)
+def test_autocast_has_the_squares_of_a_norm_in_float32_before_2_6(
+    version: str, asked: list[int], result: torch.dtype
+) -> None:
+    """As the build of 2.4 has it."""
+    gpu.turn_on(f"A100-40GB,torch={version}")
+    try:
+        norm = nn.RMSNorm(64, device="cuda")
+        x = torch.zeros(2, 16, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert made(lambda: norm(x)) == asked
+            assert norm(x).dtype == result
+        assert made(lambda: F.rms_norm(x.detach(), (64,)))[0] == (4096 if version == "2.4" else 8192)
+    finally:
+        gpu.turn_off()
+
+
 def test_what_a_norm_by_squares_divided_by_goes_before_its_result_is_made_narrow() -> None:
     """As the build of 2.7 has it."""
     gpu.turn_on("A100-40GB,torch=2.7")

@@ -17,6 +17,7 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.modes import STATE, is_ours, origin
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators import composites
 
 _KEY = "AutocastCUDA"
 
@@ -45,6 +46,8 @@ _OF_SOME: dict[str, tuple[str, _Version, _Version]] = {
     "cat stack": (_WIDEST, (0, 0), (1, 10)),
     "rms_norm": (_FLOAT32, (2, 12), (99, 0)),
 }
+# Before, its parts were cast by themselves: in half precision the squares, which since 2.6 are float32 anyway.
+_BY_PARTS, _BY_PARTS_UNTIL = "rms_norm", (2, 6)
 
 
 # Since when the type of a region comes along to the thread that goes backward, as whether there is one always did: before, what
@@ -70,7 +73,7 @@ class AutocastKernels:
     def __init__(self, torch_version: Callable[[int], tuple[int, int]]) -> None:
         self._torch_version = torch_version
         self._cast_weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._chosen: Callable[[str], torch.dtype] = torch.get_autocast_dtype
+        self._type: Callable[[str], torch.dtype] = torch.get_autocast_dtype
         self._backwards = _OfThread()
         self._without_autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
@@ -87,6 +90,8 @@ class AutocastKernels:
             casting = frozenset(index for index, version in enumerate(versions) if since <= version < until)
             if casting:
                 kernels += [(one, self._on_some(one, policies[like](one), casting)) for one in _overloads(names)]
+        if versions and max(versions) < _BY_PARTS_UNTIL:
+            kernels += [(one, self._by_parts(one)) for one in _overloads(_BY_PARTS)]
         patches.kernels(_KEY, [*kernels, (torch.ops.aten.binary_cross_entropy.default, _refuse)])
         self._count_by_thread(patches)
         if versions and max(versions) < _CARRIED_FROM:
@@ -132,15 +137,18 @@ class AutocastKernels:
             else:
                 choose(device_type, dtype)
 
-        self._chosen = get_autocast_dtype
+        def as_before() -> None:
+            self._type = get
+
+        self._type = get_autocast_dtype
         patches.set(torch, "get_autocast_dtype", get_autocast_dtype)
         patches.set(torch, "set_autocast_dtype", set_autocast_dtype)
-        patches.also_undo(lambda: setattr(self, "_chosen", get))
+        patches.also_undo(as_before)
 
     # ---- policies
 
     def _lower(self, operator: Any) -> Callable[..., Any]:
-        return self._cast_first(operator, lambda given: self._chosen("cuda"))
+        return self._cast_first(operator, lambda given: self._type("cuda"))
 
     def _float32(self, operator: Any) -> Callable[..., Any]:
         return self._cast_first(operator, lambda given: torch.float32)
@@ -148,7 +156,7 @@ class AutocastKernels:
     def _widest(self, operator: Any) -> Callable[..., Any]:
         def widest(given: tuple[Any, ...]) -> torch.dtype:
             is_wide = any(tensor.dtype == torch.float32 for tensor in _castables(given))
-            return torch.float32 if is_wide else self._chosen("cuda")
+            return torch.float32 if is_wide else self._type("cuda")
 
         return self._cast_first(operator, widest)
 
@@ -185,6 +193,13 @@ class AutocastKernels:
                 return operator(*args, **kwargs)
 
         return kernel_of_some
+
+    def _by_parts(self, operator: Any) -> Callable[..., Any]:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(self._without_autocast), composites.parts_are_cast.raised():
+                return operator(*args, **kwargs)
+
+        return kernel
 
     # ---- casting
 

@@ -23,7 +23,7 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.engine import Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
-from gpumem_magic.virtual.engine.modes import has_others, pushed
+from gpumem_magic.virtual.engine.modes import ThreadFlag, has_others, pushed
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import matrix_ranks
 from gpumem_magic.virtual.operators.copies import laid_out
@@ -127,6 +127,9 @@ class _RmsNorm(torch.autograd.Function):
 call_node(_RmsNorm, "FusedRmsNormBackward0")
 
 
+# Whether a `rms_norm` is under way whose parts autocast casts.
+parts_are_cast = ThreadFlag()
+
 # Since when half precision is added up in float32. (The build of 2.6 does so, those of 2.4 and 2.5 do not.)
 _ADDED_WIDE_FROM = (2, 6)
 # Since when the weight is multiplied before the result has its type again (``layer_norm.cpp``, pull request 147203).
@@ -139,7 +142,9 @@ def _by_smaller_operators(
     """As `rms_norm_symint` in ``layer_norm.cpp`` does it before 2.9, and later where the weight has another type."""
     dims = list(range(-len(normalized_shape), 0))
     wide = input.float() if input.dtype in HALF and version >= _ADDED_WIDE_FROM else input
-    squares = wide.pow(2)
+    # (The product has the type of the wider one then.)
+    is_cast = parts_are_cast.is_up and input.dtype in HALF
+    squares = (input.float() if is_cast else wide).pow(2)
     means = squares.mean(dims, keepdim=True).add_(torch.finfo(wide.dtype).eps if eps is None else eps)
     rstd = torch.rsqrt(means)
     # (In this order, and before 2.6 after the product, which was one expression.)
@@ -147,7 +152,7 @@ def _by_smaller_operators(
     del means
     del squares
     out = wide * rstd if out is None else out
-    if version < _WEIGHED_WIDE_FROM:
+    if version < _WEIGHED_WIDE_FROM and not is_cast:
         out = out.to(input.dtype)
     if weight is not None:
         out = out * weight

@@ -93,7 +93,7 @@ def _cross_entropy_as_before(
         of_positive.add_(1)
     loss = (1 - target).mul_(scores)
     if highest is None:
-        logarithm = torch.nn.functional.logsigmoid(scores)
+        logarithm = _aten.log_sigmoid.default(scores)
         loss.sub_(logarithm if of_positive is None else of_positive.mul_(logarithm))
         del logarithm
     else:
