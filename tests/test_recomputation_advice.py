@@ -109,9 +109,12 @@ def test_a_models_own_switch_is_reached_through_wrappers_also_where_weights_are_
     # Reentrant checkpoints of frozen layers would have left nothing to be trained, and backward would have failed.
     assert switched.run.fits
     assert switched.saves(found.base)
-    trained = advised(LAYERS + SWITCH + "model = Around(Switched()).cuda()" + LOOP)
+    assert switched.code.count("model.train()") == 1
+    trained = advised(LAYERS + SWITCH + "model = Around(Switched()).cuda()" + LOOP + "    model.train()\n")
     switched = next(one for one in trained.outcomes if one.name == "gradient checkpointing of model")
     assert "model.model.gradient_checkpointing_enable()" in switched.code
+    # (The program's own.)
+    assert switched.code.count("model.train()") == 1
 
 
 LORA = """

@@ -40,7 +40,10 @@ def _chosen(heavy: Sequence[ModuleClass]) -> list[ModuleClass]:
 
 
 def _enable(name: str, switch: str, draft: CellDraft) -> None:
-    draft.behind(name, f"{name}.{switch}", f"{name}.train()")
+    # (A model that was loaded is not in training, and recomputes nothing then.)
+    trains = f"{name}.train()"
+    does = any(draft.text(call) == trains for call in draft.calls({"train"}))
+    draft.behind(name, f"{name}.{switch}", *(() if does else (trains,)))
 
 
 def _wrap(root: str, kind: str, draft: CellDraft) -> None:
