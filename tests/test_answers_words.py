@@ -421,3 +421,21 @@ def test_weights_that_are_gone_by_the_end_are_their_models(book: Notebook) -> No
     with book.forgetting():
         book.cell(f"{made}model = Net()")
         assert "are parameters of `model`. Peak at the start." in book.measured("del model").answer
+
+
+@pytest.mark.parametrize(
+    ("cell", "place"),
+    [
+        ("def pairs(x):\n    return x[:, None] - x\ny = pairs(x)", " of `x[:, None] - x` (line 3)"),
+        (
+            "h = x.repeat(900).reshape(-1, 900)\n(h.exp() * h).sum().backward()",
+            " in the backward of `h.exp()` (line 3)",
+        ),
+        ("y = x[:, None] - x", ""),
+    ],
+)
+def test_a_failed_request_is_told_with_its_own_line_where_the_statements_is_another(cell: str, place: str) -> None:
+    with notebook("virtual:1500MiB") as book:
+        book.cell("x = torch.randn(1 << 16, device='cuda', requires_grad=True)")
+        answer = book.measured(cell).answer
+    assert re.search(rf"Wanted [\d,.]+ [GM]iB for a \([\d, ]+\) float32 tensor{re.escape(place)};", answer), answer

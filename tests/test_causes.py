@@ -1804,6 +1804,17 @@ GUILTY += [
         "`sdpa_kernel(SDPBackend.MATH)` asks for PyTorch's plain kernel",
         "virtual:3GiB",
     ),
+    # The last backward was of a smaller batch.
+    Case(
+        "attention_scores",
+        (
+            "w = torch.randn(64, 64, device='cuda', requires_grad=True)",
+            "for size in (1, 64):\n    q = torch.randn(size, 4, 1024, 64, device='cuda') @ w\n"
+            "    loss = ((q @ q.transpose(2, 3)).softmax(-1) @ q).sum()\n    loss.backward()",
+        ),
+        "(`(q @ q.transpose(2, 3)).softmax(-1)`, line 4): 1,024 MiB in 1 tensor of 1024 x 1024 for each head.",
+        "virtual:3GiB",
+    ),
     Case(
         "one_hot",
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,3 +100,15 @@ def test_a_librarys_line_is_told_with_the_programs_own(book: Notebook) -> None:
     }
     assert (6, "activations.py") in {(line, Path(inner).name) for line, inner in made}
     assert (5, "") in made
+
+
+def test_a_request_that_fails_in_compiled_code_is_told_with_its_line_and_the_models_name(book: Notebook) -> None:
+    report = book.measured(
+        "class Waves(nn.Module):\n    def forward(self, x):\n        y = x.sin()\n        return y.repeat(1 << 15, 1).cos() @ x\n"
+        "out = torch.compile(Waves())(x)"
+    )
+    assert re.search(
+        r"Wanted [\d,]+ MiB for a \([\d, ]+\) float32 tensor of the compiled `return y.repeat", report.answer
+    )
+    assert "(line 5);" in report.answer
+    assert "It failed in the forward of `Waves`" in str(report.show("all"))

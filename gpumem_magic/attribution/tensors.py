@@ -403,18 +403,9 @@ class Tensors:
         seen = next((hold for hold in self._holds.get(one.index, ()) if hold.dtype), None)
         point = self.statement_at(one.born) if self._recording.was_watched else None
         statement, line = ("", 0) if point is None else (_first_line(point), point.line)
-        inner = expression = ""
+        expression = inner = ""
         if birth is not None and birth.place is not None:
-            place = birth.place
-            expression = place.expression
-            own = words_of_place(place.own_file, place.own_line, place.own_function) if place.own_file else ""
-            inner = words_of_place(place.file, place.line, place.function)
-            if place.own_file and place.own_file == self._recording.own_file:
-                line = place.own_line
-                statement = self._statement_on.get(line) or place.text
-                inner = "" if inner == own else inner
-            elif own and own != inner:
-                inner = f"{inner}{FROM}{own}"
+            statement, line, expression, inner = self._told(birth.place, statement, line)
         shape, dtype = (birth.shape, birth.dtype) if birth is not None else (None, "")
         if seen is None and shape is None and birth is not None:
             shape, dtype = self._kinds.get((birth, one.requested), (None, ""))
@@ -453,6 +444,26 @@ class Tensors:
             inner,
             self._module_of(one, birth),
         )
+
+    def request_facts(self, birth: Birth) -> TensorFacts | None:
+        """What a request is told by that got no memory: of its tensor the looks, and where in the program it was made; None where
+        that is not known."""
+        if birth.place is None:
+            return None
+        told = self._told(birth.place, "", 0)
+        return TensorFacts("", birth.dtype, birth.shape, birth.operator, birth.inputs, bool(birth.node), *told, "")
+
+    def _told(self, place: CodePlace, statement: str, line: int) -> tuple[str, int, str, str]:
+        """Statement, line, expression and the place inside. statement, line: of the cell, where the place is elsewhere."""
+        own = words_of_place(place.own_file, place.own_line, place.own_function) if place.own_file else ""
+        inner = words_of_place(place.file, place.line, place.function)
+        if place.own_file and place.own_file == self._recording.own_file:
+            line = place.own_line
+            statement = self._statement_on.get(line) or place.text
+            inner = "" if inner == own else inner
+        elif own and own != inner:
+            inner = f"{inner}{FROM}{own}"
+        return statement, line, place.expression, inner
 
     def _module_of(self, one: Allocation, birth: Birth | None) -> str:
         trace = self._recording.modules

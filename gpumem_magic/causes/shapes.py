@@ -192,7 +192,9 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     sizes = [one.size for one, _ in scores]
     length = scores[0][1] if scores else 0
     birth = next((births[one.born] for one, _ in scores if one.born in births), None)
-    if not sizes and (made := _scores_that_failed(scene) or (None if scene.saved else _scores_at(scene))) is not None:
+    # (Where memory ran out, the last graph that a backward looked at may have been of another batch.)
+    seen = bool(scene.saved) and scene.report.error is None
+    if not sizes and (made := _scores_that_failed(scene) or (None if seen else _scores_at(scene))) is not None:
         birth, sizes, length = made
     where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
     if not sizes or sum(sizes) < scene.part_of_peak(10):

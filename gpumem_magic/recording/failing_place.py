@@ -17,7 +17,7 @@ import torch
 
 from gpumem_magic.looks.objects import attribute, entry, locals_of, name_of_class, text, traceback_of
 from gpumem_magic.looks.parsing import parsed, parsed_expression
-from gpumem_magic.looks.tensors import is_module, modules_in
+from gpumem_magic.looks.tensors import COMPILED, is_module, modules_in
 
 _CALLS = "_call_impl"
 # What carries a call on and is none of its own.
@@ -73,13 +73,14 @@ def _module_of(frame: FrameType) -> torch.nn.Module | None:
 
 
 def _path(modules: list[torch.nn.Module]) -> str:
-    """Only modules around the failure are looked for: down from the outermost, and from the last one found."""
+    """Only modules around the failure are looked for: down from the outermost, and from the last one found. A compiled module
+    goes by the name of what it was made of."""
     names = {id(module): name for name, module in modules_in(modules[0])}
     for number in range(len(modules) - 1, -1, -1):
         name = names.get(id(modules[number]))
         if name is not None:
             beyond = [name_of_class(type(module)) for module in modules[number + 1 :]]
-            return ".".join([part for part in (name, *beyond) if part])
+            return ".".join([part for part in (*name.split("."), *beyond) if part not in ("", COMPILED)])
     return ""
 
 

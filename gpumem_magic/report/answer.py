@@ -269,7 +269,9 @@ def _request(report: ReportData) -> str:
     assert error is not None
     asked = error.asked
     tensor = f" for a {shape_words(asked.shape)} {asked.dtype} tensor" if asked is not None else ""
-    words = [f"Wanted {amount(error.requested or 0)}{tensor}"]
+    # (Without a line of the cell the place is told with the failure.)
+    place = error.place if error.line is not None else ""
+    words = [f"Wanted {amount(error.requested or 0)}{tensor}{place}"]
     if found is not None and found.free is not None and found.cached is not None:
         piece = max(found.free, error.largest_free or 0)
         split = found.cause in (CAPACITY, FRAGMENTATION) and found.spare is not None and found.spare >= 0

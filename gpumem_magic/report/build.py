@@ -16,11 +16,13 @@ from gpumem_magic.attribution.categories import labels_to_carry
 from gpumem_magic.attribution.ledger import Balance, Outside
 from gpumem_magic.attribution.places import place_in_program
 from gpumem_magic.attribution.sites import folded
+from gpumem_magic.attribution.tensors import TensorFacts
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.devices.base import Label
 from gpumem_magic.recording.model import Checkpoint, CompiledCode, Failure, Recording
 from gpumem_magic.report.answer import answer_of
 from gpumem_magic.report.drafts import RowDraft, RowDrafts, ends
+from gpumem_magic.report.filling import place_in_words
 from gpumem_magic.report.model import LABELS, SKIPPED, Peak, ReportData, ReportError, Row, TensorKind
 from gpumem_magic.report.notes import event_in_words, notes_of, place_of
 from gpumem_magic.report.parts import Part, StatementInterval
@@ -196,7 +198,10 @@ class _Builder:
         # (What an operator works with has no shape, or another size.)
         if birth is not None and birth.shape and requested / prod(birth.shape) in _ITEM_SIZES:
             asked = TensorKind(birth.shape, birth.dtype)
-        return replace(error, verdict=found, tensors=groups_at(self.view, position), asked=asked)
+        place = "" if birth is None else _asked_in(self.view.tensors.request_facts(birth), error.line)
+        return replace(
+            error, verdict=found, tensors=groups_at(self.view, position), asked=asked, place=error.place or place
+        )
 
     def _can_replay(self) -> bool:
         if self.log.final is None:
@@ -237,6 +242,14 @@ class _Builder:
             ):
                 return _words(draft, _path(draft.parts, position))
         return _words(drafts[0], [])
+
+
+def _asked_in(facts: TensorFacts | None, line: int | None) -> str:
+    """Where a request was made, `` of `head(x)` (line 18)``, or what it was for in a backward; "" where that is just the line."""
+    if facts is None or (facts.line == line and not facts.inner and not facts.backward):
+        return ""
+    place = place_in_words(facts.expression or facts.statement, facts.line, facts.inner, facts.operator)
+    return f" in the backward{place}" if facts.backward and place else place
 
 
 def _positions(drafts: Iterable[RowDraft]) -> Iterator[int]:

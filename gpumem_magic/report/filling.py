@@ -248,13 +248,17 @@ def _place(members: Sequence[TensorGroup]) -> str:
         ),
         first.statement,
     )
-    inner = _shared_place([one.inner for one in members])
+    return place_in_words(words, first.line, _shared_place([one.inner for one in members]), first.operator)
+
+
+def place_in_words(words: str, line: int, inner: str, operator: str) -> str:
+    """`` of `model(x)` (line 12: net.py:7 forward)``; words: what stands in the line, "" where no cell has it."""
     if not words:
         # Without lines of a cell (in a file), members may be from anywhere.
         return f" of {inner}" if inner else ""
-    line = f" (line {first.line}{f': {inner}' if inner else ''})" if first.line else ""
-    compiled = "the compiled " if first.operator == "torch.compile" else ""
-    return f" of {compiled}`{words}`{line}"
+    at = f" (line {line}{f': {inner}' if inner else ''})" if line else ""
+    compiled = "the compiled " if operator == "torch.compile" else ""
+    return f" of {compiled}`{words}`{at}"
 
 
 def _shared_place(places: Sequence[str]) -> str:

@@ -154,8 +154,9 @@ class ReportError:
     """The user's error. What follows the line is for an out-of-memory error only, and None where it is not known: four sizes in
     bytes, and the verdict: what stood in the way and which settings would have helped. module: inside a forward, the
     module's name in the outermost one, or its class; operator: what was called there; place: where a file's request failed, in
-    words; elsewhere: what the other devices held then; "" where unknown. tensors: what was allocated when a request failed, as of
-    the peak's. asked: the tensor that the request was for, where an operator told."""
+    words, or a cell's, where that is inside what stands at `line`; elsewhere: what the other devices held then; "" where
+    unknown. tensors: what was allocated when a request failed, as of the peak's. asked: the tensor that the request was for,
+    where an operator told."""
 
     type: str
     message: str
