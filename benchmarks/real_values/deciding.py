@@ -910,3 +910,21 @@ def gradients_dropped(device: str) -> None:
                 dropped += 1
         optimizer.step()
     print(dropped)
+
+
+def sorted_in_place(device: str) -> None:
+    models = [net(device, 64, width, 1) for width in (16, 2048, 64, 512)]
+    x, y = data(device)
+    models.sort(key=lambda one: F.mse_loss(one(x), y).item())
+    F.mse_loss(models[0](x), y).backward()
+    print([tuple(one.shape) for one in models[0].parameters()])
+
+
+def autocast_while_large(device: str) -> None:
+    model, x, _, step = _train(device)
+    kinds = []
+    for _ in range(4):
+        loss = step().item()
+        with torch.autocast(device, enabled=loss > 2.5, dtype=torch.bfloat16):
+            kinds.append(model(x).dtype)
+    print(kinds)

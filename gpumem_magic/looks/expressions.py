@@ -192,8 +192,10 @@ def ordered_names(tree: ast.AST) -> frozenset[str]:
     return frozenset(
         name
         for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call) and called(node.value) == "PriorityQueue"
-        for target in node.targets
+        if isinstance(node, (ast.Assign, ast.AnnAssign))
+        and isinstance(node.value, ast.Call)
+        and called(node.value) == "PriorityQueue"
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
         for name in targets(target)
     )
 
@@ -237,10 +239,10 @@ def drops_a_gradient(node: ast.AST) -> bool:
 
 
 def placements(call: ast.Call) -> Iterator[ast.expr]:
-    """What says on which device a tensor is put, or in which type."""
+    """What says on which device a tensor is put, or in which type (also within a block, by autocast)."""
     if isinstance(call.func, ast.Attribute) and call.func.attr in ("to", "type"):
         yield from call.args[:1]
-    yield from (one.value for one in call.keywords if one.arg in ("device", "dtype"))
+    yield from (one.value for one in call.keywords if one.arg in ("device", "dtype", "enabled"))
 
 
 def switches(node: ast.AST) -> Iterator[ast.expr]:

@@ -454,6 +454,10 @@ class _FlowReader:
                 self._branches(way, before, [[behind], []], scope, loop)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             self._told(node.value)
+            if functions_asked(node.value) and isinstance(node.value.func, ast.Attribute):
+                # (`models.sort(key=loss)`)
+                own = tuple(map(self._key, (*targets(node.value.func.value), *inside(node.value.func.value))))
+                self._flow(node.value, own, "way")
             if called(node.value) == "pop":
                 for argument in node.value.args[:1]:
                     self._test(argument, "removed")
@@ -582,12 +586,12 @@ class _FlowReader:
             self._holds(key, call.func.value)  # type: ignore[attr-defined]
         if isinstance(call.func, (ast.Name, ast.Subscript)) and name not in QUIET:
             self._test(call.func if isinstance(call.func, ast.Name) else call.func.slice, "called")
-            if isinstance(call.func, ast.Subscript) and isinstance(call.func.value, ast.Call):
+            if isinstance(call.func, ast.Subscript):
                 self._test(call.func.value, "asked")
         elif isinstance(call.func, ast.Call) and called(call.func) in _GIVES:
             for argument in call.func.args:
                 self._test(argument, "called")
-        elif isinstance(call.func, ast.Attribute) and name not in QUIET:
+        elif isinstance(call.func, ast.Attribute) and name not in QUIET and not functions_asked(call):
             self._test(call.func.value, "asked")
         for placed in placements(call):
             self._test(placed, "placed")
@@ -658,6 +662,7 @@ class _FlowReader:
                 keys = tuple(map(self._key, targets(name)))
                 self._flow(part, keys)
                 self._may_be_none(part, keys)
+                self._hands_on(part, keys)
             return True
         # (A list may be put in another order.)
         if parts and isinstance(node.value, ast.Tuple) and _deep(node.targets[0]) <= 1:
