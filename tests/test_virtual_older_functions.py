@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from asked_for import steps
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.engine.older_functions import holding
@@ -59,6 +60,29 @@ def test_the_results_of_heads_of_one_number_are_laid_out_before_2_12() -> None:
         made[version] = torch.cuda.memory_stats()["allocation.all.allocated"] - before
         gpu.turn_off()
     assert made["2.11"] == made["2.12"] + 1
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_the_norms_of_gradients_stay_until_these_are_clipped_before_2_6(foreach: bool | None) -> None:
+    """As the builds of 2.2 to 2.4 keep them."""
+    for version, kept in (("2.4", True), ("2.6", False)):
+        gpu.turn_on(f"T4,torch={version}")
+        parameters = [torch.nn.Parameter(torch.zeros(20, 20, device="cuda")) for _ in range(3)]
+        for one in parameters:
+            one.grad = torch.ones_like(one)
+        found = steps(lambda parameters=parameters: torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=foreach))
+        # Behind the last number that is made the factor and its bound go, and before these all norms.
+        last = max(place for place, (action, _) in enumerate(found) if action == "alloc")
+        assert found[last + 1 :] == [("free_requested", 4)] * (5 if kept else 2)
+        gpu.turn_off()
+    # (In no way otherwise.)
+    host = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    for one in host:
+        one.grad = torch.full((3,), 2.0)
+    gpu.turn_on("T4,torch=2.4,values=real")
+    assert torch.nn.utils.clip_grad_norm_(host, 1.0, foreach=foreach).item() == pytest.approx(24**0.5)
+    assert host[0].grad is not None
+    assert float(host[0].grad.norm()) == pytest.approx(0.5**0.5, rel=1e-4)
 
 
 def test_it_runs_with_gradients() -> None:

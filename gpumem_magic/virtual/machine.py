@@ -49,7 +49,7 @@ from gpumem_magic.virtual.card import catalog, generations
 from gpumem_magic.virtual.card.nvml import VirtualNvml
 from gpumem_magic.virtual.card.smi import VirtualSmi
 from gpumem_magic.virtual.compiler.stages import Compiler
-from gpumem_magic.virtual.engine import kernel_rules, values
+from gpumem_magic.virtual.engine import kernel_rules, older_functions, values
 from gpumem_magic.virtual.engine.device import VirtualDevice
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.filled import parts_of
@@ -399,6 +399,7 @@ class VirtualMachine:
             attempt(beneath.install, self.face.stream_of)
             versions = [self.torch_version(gpu.index) for gpu in self._devices]
             attempt(self._autocast.install, versions)
+            attempt(older_functions.keep_norms, versions)
             attempt(self.attention.install)
             attempt(jagged.install, self.attention.gpu)
             attempt(nested_operators.install, self._factories.index_of, self.attention.gpu)
