@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from asked_for import made
+from asked_for import made, steps
 
 from gpumem_magic.virtual import gpu
 
@@ -96,9 +96,28 @@ def test_chunks_of_tensors_that_do_not_lie_plainly_are_padded_first() -> None:
     # The one with two rows is copied with a third.
     assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [36, result]
     gpu.turn_off()
-    gpu.turn_on("H100,torch=2.6")
+    gpu.turn_on("H100,torch=2.7")
     turned = [torch.ones(3, 2, device="cuda").t(), torch.ones(3, 3, device="cuda").t()]
     assert made(lambda: torch._chunk_cat(turned, 0, 3)) == [result, 128]
+
+
+@pytest.mark.parametrize(("version", "places_first"), [("2.2", True), ("2.3", False)])
+def test_the_places_of_a_sort_go_first_before_2_3(version: str, places_first: bool) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"H100,torch={version}")
+    elements, tested = torch.zeros(5000, device="cuda"), torch.zeros(2000, device="cuda")
+    found = steps(lambda: torch.isin(elements, tested, assume_unique=True))
+    # In the end both lists: in order (7,000 numbers of four bytes), and where each stood (eight).
+    gone = [size for action, size in found if action == "free_requested"]
+    assert gone[-3:-1] == ([56000, 28000] if places_first else [28000, 56000])
+
+
+@pytest.mark.parametrize(("version", "asked"), [("2.7", [40, 8, 40]), ("2.8", [40])])
+def test_an_exponent_of_integers_is_a_power_of_two_first_before_2_8(version: str, asked: list[int]) -> None:
+    gpu.turn_off()
+    gpu.turn_on(f"H100,torch={version}")
+    x, exponent = torch.zeros(10, device="cuda"), torch.zeros(10, dtype=torch.int64, device="cuda")
+    assert made(lambda: torch.ldexp(x, exponent)) == asked
 
 
 @pytest.mark.parametrize(

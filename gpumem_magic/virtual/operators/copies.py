@@ -701,8 +701,8 @@ def _check_deviation(engine: Engine, deviation: Any) -> None:
         engine.table.drain()
 
 
-# Since when it looks at how the tensors lie. (2.11 does, 2.6 does not; between them it is not known.)
-_CHUNKS_LOOKED_AT_FROM = (2, 7)
+# Since when it looks at how the tensors lie. (2.11 does, 2.7 does not; between them it is not known.)
+_CHUNKS_LOOKED_AT_FROM = (2, 8)
 
 
 @special(_aten._chunk_cat.default, _aten._chunk_cat.out)
@@ -726,7 +726,7 @@ def _chunks(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
         return out
 
 
-# Since when that is one kernel. (2.6 has it, 2.1 does not; between them it is not known.)
+# Since when that is one kernel. (The build of 2.3 has it, that of 2.2 does not.)
 _SPLIT_BY_KERNEL_FROM = (2, 3)
 
 
@@ -780,10 +780,9 @@ def _sorted_together(
     mask.index_copy_(0, places, twice)
     if order is not None:
         mask[order]
-    # C++ lets go of the last first, but for the pair that the sort gives (which 2.6 has as one, and 2.1 as two variables; between
-    # them it is not known).
+    # C++ lets go of the last first, but for the pair that the sort gives (which 2.3 has as one, and 2.2 as two variables).
     del mask, following, before, twice
-    if version < (2, 2):
+    if version < (2, 3):
         del places, ordered
     else:
         del ordered, places

@@ -123,8 +123,8 @@ def _chosen_by_row(scores: Any, dim: int, dtype: torch.dtype | None = None) -> A
     return chosen
 
 
-# Since when an exponent of integers has a kernel. (2.11 has it, 2.6 does not; between them it is not known.)
-_BY_EXPONENT_FROM = (2, 7)
+# Since when an exponent of integers has a kernel. (2.11 has it, 2.7 does not; between them it is not known.)
+_BY_EXPONENT_FROM = (2, 8)
 
 
 @special(*overloads("ldexp.Tensor ldexp_"))
