@@ -1083,6 +1083,53 @@ GUILTY += [
     ),
 ]
 
+# Each has twins in `test_causes_written_out`.
+SWISHES = "def swish(x):\n    return x * torch.sigmoid(x)\nlayer = nn.Linear(2048, 2048).cuda()"
+SHARED = "import threading\nlocal, meet = threading.local(), threading.Barrier(3)\n"
+WORK = "def work():\n    local.model = net(1024)\n    meet.wait()\n    meet.wait()"
+NORMED = "from torch.nn.utils.parametrizations import weight_norm\nstep = weight_norm(nn.Linear(1024, 1024)).cuda()"
+GUILTY += [
+    Case(
+        "written_out",
+        (
+            SWISHES,
+            "x = torch.randn(4096, 2048, device='cuda')\nfor _ in range(4):\n    x = swish(layer(x))\nx.mean().backward()",
+        ),
+        "is SiLU written out",
+    ),
+    Case(
+        "models_of_threads",
+        (
+            SHARED.replace("3", "4") + WORK,
+            "threads = [threading.Thread(target=work) for _ in range(3)]\n[one.start() for one in threads]\nmeet.wait()",
+        ),
+        "Each of 3 threads has a model of its own",
+    ),
+    Case(
+        "stacked_weights",
+        (
+            "models = [net(1024) for _ in range(4)]",
+            "from torch.func import stack_module_state\nstacks, _ = stack_module_state(models)",
+        ),
+        "copies the weights of 4 models into stacks",
+    ),
+    Case("widened_weights", ("model = net(1024).half()", "model.float()"), "from float16 to float32"),
+    Case(
+        "recomputed_weights",
+        (
+            NORMED,
+            "x = torch.randn(8, 1024, device='cuda')\nfor _ in range(8):\n    x = torch.tanh(step(x))\nx.mean().backward()",
+        ),
+        "computes the weight of `step` from its parametrization anew",
+    ),
+    Case(
+        "second_of_its_size",
+        ("data = torch.randn(300000, 1024, device='cuda')", "y = (data * 2).sum()"),
+        "a second tensor of 1,172 MiB beside `data`",
+        "virtual:2GiB,torch=2.13",
+    ),
+]
+
 INNOCENT = [
     # parts that have something to keep; batches by their numbers, and rows of which all are read at once
     Case("", (IN_PARTS.format(part="lambda h: nn.functional.gelu(layer(h)) * 2"), "run(x, 1).backward()")),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from gpumem_magic.causes.alike import births_alive
+from gpumem_magic.causes.device_memory import is_in_a_first_forward
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import PRODUCTS
 from gpumem_magic.causes.places import quoted
@@ -68,6 +69,16 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         return
     outside = sum(row.categories.get(name) or 0 for name in OUTSIDE_CATEGORIES)
     fits = int((capacity - outside - (total - size)) * batch.items // size)
+    if fits >= batch.items and is_in_a_first_forward(scene):
+        # Only packed perfectly this request would pass, and the next layer's will be as large.
+        yield Cause(
+            "whole_batch",
+            f"All {batch.items:,} items{_where(failed)} are worked on at once: {human(size)} up to here, "
+            f"{human(size // batch.items)} an item.",
+            "Half of them at a time take half of that.",
+            size,
+        )
+        return
     if not 0 < fits < batch.items:
         return
     yield Cause(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from gpumem_magic.allocator.verdict import LIMIT
 from gpumem_magic.causes import (
+    again,
     batches,
     copies,
     device_memory,
@@ -36,6 +38,7 @@ from gpumem_magic.causes import (
     unused_graphs,
     waiting,
     wide_layers,
+    written_out,
 )
 from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.report.model import Cause, ReportError
@@ -47,6 +50,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.copied_weights,
     kept.data_ready,
     kept.data_ahead,
+    device_memory.limited,
     device_memory.fragmentation,
     device_memory.varying_sizes,
     device_memory.private_pools,
@@ -102,6 +106,10 @@ DETECTORS: tuple[Detector, ...] = (
     unused.unused_models,
     unused.finished_models,
     unused.models_in_a_list,
+    again.models_of_threads,
+    again.stacked_weights,
+    again.widened_weights,
+    again.recomputed_weights,
     unread.unread_results,
     training.optimizer_history,
     training.optimizer_states,
@@ -120,6 +128,8 @@ DETECTORS: tuple[Detector, ...] = (
     jacobians.rows_at_once,
     jacobians.jacobian_of_a_batch,
     in_place.in_place,
+    in_place.second_of_its_size,
+    written_out.written_out,
     operators.grown_results,
     operators.matrices_of_rows,
     operators.wide_copies,
@@ -192,6 +202,9 @@ _COVERED = {
     # (Which keeps what the cache held before it grew.)
     "key_value_cache": ("missing_no_grad",),
     "dominating_layer": ("attention_scores",),
+    "wide_inference": ("models_of_threads",),
+    # (Of data that stays there is as much whatever a batch has.)
+    "whole_batch": ("copied_rows", "second_of_its_size", "recomputed_weights"),
     # (Whose parts PyTorch's own function joins.)
     "joined": ("jacobian_of_a_batch",),
     "map_location_missing": ("held_checkpoint",),
@@ -202,8 +215,6 @@ _COVERED = {
     "wide_loss": ("float32_copy", "unused_graphs"),
     "data_ahead": ("growth", "kept_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop"),
-    # (Of all data there is as much whatever a batch has.)
-    "whole_batch": ("copied_rows",),
     "large_images": ("whole_batch", "graphs_ahead"),
     "built_beside": ("left_over_copy",),
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
@@ -242,6 +253,9 @@ _COVERED_IF_AS_LARGE = {
     # Many are there because they are kept, one from each iteration.
     "all_pairs": ("growth",),
     "expanded_copy": ("growth",),
+    # (They are steps of it.)
+    "float32_copy": ("written_out",),
+    "grown_result": ("written_out",),
     # (Nobody keeps them but for that.)
     "attention_scores": ("asked_for",),
     # (Of a loss over all pairs.)
@@ -302,7 +316,9 @@ def _rank(cause: Cause, explained: int, error: ReportError | None) -> tuple[int,
     allocator's settings come before all, unless what somebody holds would have been enough."""
     if cause.name == _FIRST:
         return -2, 0
-    if cause.name == _ALLOCATORS and error is not None and explained < (error.wanted or 0):
+    if cause.name == LIMIT and error is not None:
+        return -1, 0
+    if cause.name == _ALLOCATORS and not cause.describes and error is not None and explained < (error.wanted or 0):
         return -1, 0
     last = cause.name == _LAST and error is None
     return 2 * int(cause.describes) - int(cause.name == shortage.NAME) + int(last), -cause.bytes

@@ -8,9 +8,10 @@ from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
-from gpumem_magic.allocator.verdict import FRAGMENTATION, FailedRequest
+from gpumem_magic.allocator.verdict import FRAGMENTATION, LIMIT, FailedRequest
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.recording.model import FORWARD
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.model import INACTIVE
@@ -19,6 +20,7 @@ from gpumem_magic.units import MIB, human
 _WORTH = 256 * MIB
 _PIECES = 5
 _CAPTURES = re.compile(r"cuda\.graph\s*\(|CUDAGraph|accelerator\.Graph|make_graphed_callables")
+_LIMITS = re.compile(r"\bset_per_process_memory_fraction\(")
 # The pool that everybody shares.
 _COMMON = (0, 0)
 # A place whose tensors had so many different sizes.
@@ -47,6 +49,7 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
             "PyTorch had already emptied its cache before it gave up, so calling `empty_cache()` there changes "
             f"nothing.{_settings(found, error.wanted or 0)}",
             found.cached or 0,
+            describes=is_in_a_first_forward(scene) and (found.spare or 0) < (error.wanted or 0),
         )
         return
     if error is not None and error.requested is None:
@@ -74,10 +77,33 @@ def fragmentation(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def is_in_a_first_forward(scene: Scene) -> bool:
+    """Whether the request that failed was of the first forward that a model ran here: the next layer's will be as large."""
+    forwards = scene.spans(FORWARD)
+    last = next((one for one in reversed(forwards) if one.failed), None)
+    return last is not None and sum(one.label == last.label for one in forwards) == 1
+
+
+def limited(scene: Scene) -> Iterator[Cause]:
+    """A request failed at a limit that the program has set for itself (`set_per_process_memory_fraction`)."""
+    found = failed_request(scene.report)
+    if found is None or found.cause != LIMIT or not found.free:
+        return
+    call = scene.program.stating(_LIMITS)
+    by = f"`{call.shown}` ({call.words}) lets this process" if call is not None else "this process may"
+    room = f"reserve only {human(found.limit)}" if found.limit is not None else "reserve no more"
+    yield Cause(
+        LIMIT,
+        f"A limit was reached, not the device's end, which has {human(found.free)} free: {by} {room}.",
+        "`torch.cuda.set_per_process_memory_fraction(1.0)` lifts it.",
+        found.free,
+    )
+
+
 def _is_pressed(scene: Scene, reserved: int) -> bool:
     """Whether the device came, or may come, to its end: else room that lies in pieces costs nobody anything."""
     failed = bool(scene.report.retries) or scene.report.error is not None
-    return failed or 2 * reserved >= (scene.report.device.capacity or 0)
+    return failed or 4 * reserved >= 3 * (scene.report.device.capacity or 0)
 
 
 def _settings(found: FailedRequest, wanted: int) -> str:

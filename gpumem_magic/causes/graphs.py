@@ -405,6 +405,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         for one in scene.held
         if one.address in made and (general(one) in kept or (stem and common_stem([general(one)]) == stem))
     )
+    found = _by_what_reaches_all(scene, found, made)
     each = sum(last) // len(last)
     about, many = "about " if uneven else "", scene.how_many(leaving(steps, each))
     text = f"Each iteration leaves {about}{human(each)} more allocated than the previous one{many}"
@@ -420,6 +421,15 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
             f"{text}, and no name leads to it. A pack hook (`{hooks.shown}`, {hooks.words}) that keeps a result as it is "
             "keeps its graph, and that keeps the result: a circle that only a backward opens.",
             "Let the pack hook return `t.detach()`; or use `torch.no_grad()`, where no backward follows.",
+            left,
+        )
+    if not found and (at_exit := next(iter(scene.program.calls("register")), None)) and "atexit" in at_exit.statement:
+        # (Python's own list of them is no object that anybody can look into: Modules/atexitmodule.c.)
+        return Cause(
+            "growth",
+            f"{text}, and no name leads to it: `{at_exit.shown}` ({at_exit.words}) keeps each function that it is given, with "
+            "the object that it is a method of, until Python ends.",
+            "Register one function once, or `atexit.unregister` what is not needed any more.",
             left,
         )
     if not found:
@@ -452,6 +462,31 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         _less(scene, main),
         total,
     )
+
+
+def _by_what_reaches_all(scene: Scene, found: list[Spot], made: Collection[int]) -> list[Spot]:
+    """These, or, where what iterations left goes by the names of several and one of them leads to much more of it, that one: the
+    last few have what the others gave back long ago."""
+    roots = scene.holdings.roots
+    reached = Counter[int]()
+    for one in scene.held:
+        for number in one.roots if one.address in made else ():
+            reached[number] += one.size
+    shared = set.intersection(*(set(one.roots) for spot in found for one in spot.held)) if found else set()
+    most = max(shared, key=lambda number: reached[number], default=-1)
+    if any(spot.container is not None for spot in found):
+        # An inner loop's own list grows, whoever has those of its other runs.
+        return found
+    own = {number for spot in found for one in spot.held for number in one.roots[:1]}
+    if most < 0 or most in own or roots[most].kind not in _NAMES or reached[most] < 2 * sum(one.size for one in found):
+        return found
+    # (What is known on the way to the others' is of theirs.)
+    theirs = tuple(
+        one if one.roots[0] == most else replace(one, trail=())
+        for one in scene.held
+        if one.address in made and most in one.roots
+    )
+    return [Spot(roots[most].name, theirs, None)]
 
 
 def _is_a_graph(spot: Spot) -> bool:
@@ -552,7 +587,29 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"
     elif epoch := clearing_hook(spot.place, [kind for station in spot.held[0].trail for kind in station.bases]):
         host = f"{epoch}, and keep only what is used there, on the host (`.detach().cpu()`)"
+    if method := _emptied_by(scene, spot):
+        return (
+            f"{now}; `{method}()` empties it: better, call it where what it keeps is not needed any more."
+            if now
+            else (f"`{method}()` empties it: call it where what it keeps is not needed any more.")
+        )
     return f"{now}; better, {host}." if now else f"Better {host}."
+
+
+def _emptied_by(scene: Scene, spot: Spot) -> str:
+    """``accelerator.free_memory``: how the object in which a list or dictionary grows empties it by a method of its own; "" where
+    it has none."""
+    trail = max((one.trail for one in spot.held), key=len, default=())
+    for owner in reversed(trail):
+        rest = spot.place.removeprefix(f"{owner.place}.") if spot.place.startswith(f"{owner.place}.") else ""
+        attribute = re.match(r"\w+", rest)
+        if (
+            attribute is not None
+            and MODULE not in owner.bases
+            and (method := scene.program.emptying(owner.bases, attribute[0]))
+        ):
+            return f"{owner.place}.{method}"
+    return ""
 
 
 def _is_in_a_module(one: Held) -> bool:

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import torch
 
-from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at
+from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at, of_birth
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.program import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import parsed_expression
@@ -45,6 +46,36 @@ def in_place(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def second_of_its_size(scene: Scene) -> Iterator[Cause]:
+    """A request that failed was for a second tensor as large as one from before the cell, number by number from it."""
+    birth = scene.recording.logs[scene.device].births.get(scene.moment - 1)
+    error = scene.report.error
+    if error is None or not error.wanted or birth is None or not birth.inputs or scene.spans(BACKWARD):
+        return
+    form = birth.shape, birth.dtype
+    if birth.node or birth.inputs[0] != form or not goes_by_numbers(birth.kernel):
+        return
+    kept = [
+        one
+        for one in scene.held
+        if one.kind == "tensor"
+        and (one.shape, one.dtype) == form
+        and (made := scene.alive.get(one.address)) is not None
+        and made.born < 0
+        and scene.holdings.roots[one.roots[0]].kind == "variable"
+    ]
+    if not kept or 2 * error.wanted < scene.report.peak.allocated:
+        return
+    yield Cause(
+        "second_of_its_size",
+        f"{of_birth(scene, scene.moment - 1, birth)} makes a second tensor of {human(error.wanted)} beside "
+        f"{quoted(kept[0].place)}, all of which it goes through.",
+        "Where it gives the same each time, do so once, and keep its result in that one's place; else a part of the rows at a "
+        "time.",
+        error.wanted,
+    )
 
 
 def _pairs(scene: Scene) -> Iterator[tuple[Allocation, Allocation, str]]:

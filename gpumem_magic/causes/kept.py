@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 
+from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
@@ -21,6 +24,7 @@ from gpumem_magic.units import counted, human
 _PARTS = 8
 # Fewer batches that wait are what a loader has ready.
 _AHEAD = 4
+_HAS_NO_BOUND = re.compile(r"\bQueue\(\s*\)")
 # Their results keep the memory of their inputs' size (`virtual/operators/losses.py`).
 _SHRUNK = frozenset({"mse_loss", "smooth_l1_loss", "binary_cross_entropy"})
 # The argument and the attribute of transformers' models.
@@ -63,6 +67,17 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
         if spot.root in scene.mentioned and not by_its_loader and not re.search(taken, scene.typed):
             # The cell computes with all of it, and takes no batches.
             continue
+        if scene.mentioned and spot.root not in scene.mentioned and not by_its_loader and not is_dataset:
+            made = scene.program.stating(re.compile(rf"^{re.escape(spot.root)}\s*="))
+            at = f" (made at {made.words}, `{made.shown}`)" if made is not None else ""
+            yield Cause(
+                "data_on_device",
+                f"{quoted(spot.place)} is there from an earlier cell{at}, and this one does not use it: {human(spot.size)} of "
+                f"the {human(total)} that were allocated when memory ran out.",
+                f"{let_go}." if (let_go := release(scene, spot)) else "",
+                spot.size,
+            )
+            return
         whole = "The whole dataset lies on the device" if is_dataset else "Data lies on the device as a whole"
         if (let_go := release(scene, spot)) and quoted(spot.place) == spot.place:
             # Nothing to type: in a suspended generator, say.
@@ -133,6 +148,8 @@ def data_ahead(scene: Scene) -> Iterator[Cause]:
     for one in scene.living_in(scene.moment, "inputs"):
         if one.index not in in_lists and (name := scene.tensors.waits_for(one, scene.moment)):
             waiting[name].append(one)
+    if not waiting:
+        yield from _ahead_of_their_forwards(scene, in_lists)
     for name, its in sorted(waiting.items(), key=lambda pair: -size_of(pair[1]))[:1]:
         if len(its) < _AHEAD or size_of(its) < scene.part_of_peak(4):
             continue
@@ -144,6 +161,35 @@ def data_ahead(scene: Scene) -> Iterator[Cause]:
             "Have fewer ready ahead (a shorter queue), or move each to the device when its turn comes.",
             size_of(its),
         )
+
+
+def _ahead_of_their_forwards(scene: Scene, in_lists: Collection[int]) -> Iterator[Cause]:
+    """The same inside of functions: copies from the host, made at one place, of which each forward from then on lets go of the
+    oldest."""
+    if scene.tensors is None:
+        return
+    alike: dict[object, list[Allocation]] = defaultdict(list)
+    for one in scene.living_in(scene.moment, "inputs"):
+        birth = scene.tensors.birth_of(one)
+        if birth is not None and birth.shape and one.freed is not None and one.index not in in_lists:
+            alike[birth.place].append(one)
+    its = sorted(max(alike.values(), key=size_of, default=[]), key=lambda one: one.born)
+    ends = [scene.end_of(one) for one in scene.spans(FORWARD)]
+    turns = [bisect_left(ends, one.freed or 0) for one in its]
+    in_turn = all(before < after for before, after in pairwise(turns))
+    if len(its) < _PARTS or not in_turn or size_of(its) < scene.part_of_peak(4):
+        return
+    facts = scene.tensors.facts(its[-1])
+    queue = next((one for one in scene.program.calls("Queue") if _HAS_NO_BOUND.search(one.statement)), None)
+    shorter = f"Give the queue a `maxsize` (`{queue.shown}`, {queue.words})" if queue is not None else ""
+    yield Cause(
+        "data_ahead",
+        f"{len(its)} batches wait on the device for their turn, made by {made_at(scene, its[-1])}: {human(size_of(its))}."
+        if facts.line
+        else f"{len(its)} batches wait on the device for their turn: {human(size_of(its))}.",
+        f"{shorter or 'Have fewer ready ahead (a shorter queue)'}, or move each to the device when its turn comes.",
+        size_of(its),
+    )
 
 
 def copied_weights(scene: Scene) -> Iterator[Cause]:

@@ -19,6 +19,9 @@ _ADVICE = {
         "`itertools.cycle` keeps all that it has given, to give it again: `del {0}` lets go of it, and a generator with "
         "`while True: yield from loader` keeps none"
     ),
+    "itertools._tee": (
+        "`itertools.tee` keeps what one of its iterators has given until the others have given it, too: `del {0}` lets go of it"
+    ),
     f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
 }
 

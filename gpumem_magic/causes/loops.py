@@ -12,6 +12,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.graphs import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.program import Written, name_given
 from gpumem_magic.owners.model import ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
@@ -43,9 +44,17 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
     row = next((point for point, begin, end in scene.statements if begin <= scene.saved_at <= end), None)
     calls = [one for one in scene.program.calls("backward") if not one.where]
     call = next((one for one in calls if row is not None and one.line == row.line), None)
+    function = None if call is not None else _running(scene)
+    if function is not None:
+        # The backward is in a function of the program's.
+        call = next((one for one in scene.program.calls("backward") if one.words == function.words), None)
     name = "" if call is None else call.statement.partition(".backward")[0].strip()
     what = quoted(name) if name.isidentifier() else "The loss"
-    place = scene.program.adding(name) if name.isidentifier() else None
+    place = (
+        scene.program.adding(name, function="" if function is None else function.statement)
+        if name.isidentifier()
+        else None
+    )
     lines = " and ".join(dict.fromkeys(one.words for one in (place, call) if one is not None))
     yield Cause(
         "summed_losses",
@@ -55,6 +64,15 @@ def summed_losses(scene: Scene) -> Iterator[Cause]:
         f"{human(total - max(parts.values()))} less is kept.",
         total - max(parts.values()),
     )
+
+
+def _running(scene: Scene) -> Written | None:
+    """Where the program's own function stood from which the first backward was called, with its name; None outside of all."""
+    innermost = next(iter(scene.running), None)
+    text = scene.program.text_of(innermost.file, scene.recording.own_file) if innermost is not None else None
+    if innermost is None or text is None or not innermost.name:
+        return None
+    return Written(text.where, innermost.line, innermost.name)
 
 
 def steady(scene: Scene) -> Iterator[Cause]:
@@ -142,7 +160,7 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
     """What each iteration of a loop left behind, until a statement after the loop let go of it: the end of the function that it
     is in, or ``del``."""
     trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
-    for iterations in (scene.forwards_of_a_statement, *scene.loops):
+    for iterations in (scene.forwards_of_a_statement, scene.iterations, *scene.loops):
         steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
         last = steps[-_EQUAL:]
         if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):
@@ -176,12 +194,18 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             saved = [one for one in gone if scene.labels[one.index].category == "activations"]
             graph = 2 * size_of(saved) > size_of(gone)
             graph &= any(span.graph for span in scene.spans(FORWARD))
+            graph &= not any(iterations[-1].start <= one < over for one in trained)
             way = "`with torch.no_grad():` where no backward follows; else keep" if graph else "Keep"
             its_end = point.label.endswith(f"end of {_first(point)}") or begin < over
             ends = f"`{_first(point)}` (line {point.line}) lets go of it{' only as it ends' if its_end else ''}"
             ours = f": {human(size_of(held))} that its variables held" if its_end else f": {human(size_of(held))}"
-            made_there = made_at(scene, max(held, key=lambda one: one.size)) if not its_end or begin < over else ""
+            largest = max(held, key=lambda one: one.size)
+            made_there = made_at(scene, largest) if not its_end or begin < over else ""
             what = f", made by {made_there}," if made_there else ""
+            birth = scene.tensors.birth_of(largest) if scene.tensors is not None else None
+            put = scene.program.putting(name_given(birth.place.text), birth.place) if birth and birth.place else None
+            if put is not None:
+                what = f": it is put into `{put[0]}` at {put[1].words} (`{put[1].shown}`),"
             view = (
                 "; a slice keeps all of its tensor: `.clone()` it" if made_there and scene.reads_last_position else ""
             )

@@ -228,7 +228,20 @@ def added(scene: Scene, spot: Spot) -> Written | None:
             return found
     if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "", function=function)):
         return scene.program.added_within(found, keys[0] if keys else "") or found
-    return scene.program.using(names[0]) if spot.place.startswith(names[0]) else None
+    if not spot.place.startswith(names[0]):
+        return None
+    return _made_with(scene, spot, names[0]) or scene.program.using(names[0])
+
+
+def _made_with(scene: Scene, spot: Spot, name: str) -> Written | None:
+    """The statement of the cell that made most of it, where it names what keeps it: an object's own method put it there."""
+    made = [one for held in spot.held if (one := scene.alive.get(held.address)) is not None and one.born >= 0]
+    if scene.tensors is None or not made:
+        return None
+    facts = scene.tensors.facts(max(made, key=lambda one: one.size))
+    if not facts.line or not re.search(rf"\b{re.escape(name)}\b", facts.statement):
+        return None
+    return Written("", facts.line, facts.statement)
 
 
 def release(scene: Scene, spot: Spot) -> str:
@@ -241,11 +254,11 @@ def release(scene: Scene, spot: Spot) -> str:
         if freed >= LEAST:
             return f"`{spot.of}.zero_grad()` frees {human(freed)}"
     # (Inputs have gradients, too: who lets go of those keeps the inputs.)
-    whole = {at.node for one in spot.held for at in one.trail if at.place == spot.place}
+    places = {at.node for one in spot.held for at in one.trail if at.place == spot.place}
     within = spot.container is not None and spot.container.place != spot.place
-    if within and len(whole) == 1 and _WRITTEN.match(spot.place) and len(spot.tensors) > 1:
+    if within and len(places) == 1 and _WRITTEN.match(spot.place) and len(spot.tensors) > 1:
         # One key of many, with a tuple, say: the dictionary's others are not cleared.
-        freed = _here(scene, scene.holdings.freed_by_replacing(whole))
+        freed = _here(scene, scene.holdings.freed_by_replacing(places))
         if freed >= max(LEAST, spot.size // 2):
             return f"`{spot.place} = None` frees {human(freed)}"
     in_list = spot.container is not None and any(one.kind != "gradient" for one in spot.held)
@@ -257,6 +270,12 @@ def release(scene: Scene, spot: Spot) -> str:
         freed = _here(scene, scene.holdings.freed_by_replacing(spot.tensors))
         if freed >= LEAST:
             return f"`{spot.place} = None` frees {human(freed)}"
+    whole = scene.holdings.number(spot.place)
+    if whole is not None and len({one.roots for one in spot.held}) > 1 and scene.holdings.roots[whole].statement:
+        # Some of it others reach as well.
+        freed = size_of(scene.freed([whole]))
+        if freed >= max(LEAST, spot.size // 2):
+            return f"`{scene.holdings.roots[whole].statement}` frees {human(freed)}"
     if spot.names:
         numbers = [number for name in spot.names if (number := scene.holdings.number(name)) is not None]
         return f"`del {', '.join(spot.names)}` frees {human(size_of(scene.freed(numbers)))}"

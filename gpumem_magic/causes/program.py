@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import chain
 from typing import Any, NamedTuple, TypeVar
 
+from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.looks.objects import attribute, attributes, entry, is_a, text
 from gpumem_magic.looks.parsing import parsed
@@ -40,6 +42,8 @@ _ADDING = frozenset(
 # What a program does to gradients without taking them for anything: it clears or clips them in place, or looks at them.
 _LOOKS = re.compile(r".*_$|norm$|item$|isfinite$")
 _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
+# Functions of the standard library's that put something into the list that they are given first.
+_PUTTING = frozenset({"heappush", "heappushpop", "heapreplace", "insort", "insort_left", "insort_right"})
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
@@ -156,9 +160,13 @@ class Text:
         return (around[functions[-1]], around[functions[-1] + 1 :]) if functions else (None, around)
 
     def belongs(self, node: ast.stmt, name: str, function: str) -> bool:
-        """Whether a variable in a statement is a function's own, or was handed on to another under the same name."""
+        """Whether a variable in a statement is a function's own, or was handed on to another under the same name; or, where the
+        function has its variable from one around it, is that one's."""
         around = self.nodes_around(node.lineno, FUNCTIONS)
-        return any(one.name == function or name in {given.arg for given in one.args.args} for one in around)
+        if any(one.name == function or name in {given.arg for given in one.args.args} for one in around):
+            return True
+        outside = [one for one in around if one.lineno < max(each.lineno for each in around)]
+        return any(_gives(inner, name) for one in outside for inner in ast.walk(one))
 
     def rest(self, line: int, *, outermost: bool = False) -> StillToRun:
         """What is still to run from a line on in its function, or outside of functions: from the head of the innermost (or the
@@ -249,9 +257,13 @@ class ProgramText:
 
     def place_of(self, pattern: re.Pattern[str]) -> str:
         """The first statement of the cells in which a pattern is found, and where, in brackets; "" where there is none."""
-        written = (one.place(node) for one in self.cells for node in one.everywhere)
-        found = next((one for one in written if pattern.search(one.statement)), None)
+        found = self.stating(pattern)
         return f" (`{found.shown}`, {found.words})" if found is not None else ""
+
+    def stating(self, pattern: re.Pattern[str]) -> Written | None:
+        """The first statement of the cells in which a pattern is found."""
+        written = (one.place(node) for one in self.cells for node in one.everywhere)
+        return next((one for one in written if pattern.search(one.statement)), None)
 
     def summed(self, name: str) -> str:
         """The expression of the cell that joins a list of tensors and only takes their sum or mean,
@@ -296,6 +308,38 @@ class ProgramText:
             if (result := one.cached(attribute)) is not None:
                 return one.place(result)
         return None
+
+    def emptying(self, kinds: Sequence[str], emptied: str) -> str:
+        """The method, to be called without arguments, by which a class empties an attribute of its objects
+        (``self.items.clear()``, ``self._models = []``); "" where it has none. kinds: the class and those above it, each with its
+        module; of a library's, the text is read that Python has of it."""
+        for kind in kinds:
+            module, _, name = kind.rpartition(".")
+            lines = linecache.getlines(text(attribute(sys.modules.get(module), "__file__")))
+            ours = self._mentioning("class ", emptied)
+            theirs = [Text("", "".join(lines))] if 0 < len(lines) <= _LINES else []
+            for node in (node for one in chain(ours, theirs) for node in _all(one, ast.ClassDef)):
+                for method in node.body if node.name == name else ():
+                    if isinstance(method, ast.FunctionDef) and _empties(method, emptied):
+                        return method.name
+        return ""
+
+    def putting(self, name: str, place: CodePlace) -> tuple[str, Written] | None:
+        """What a function puts a variable of its own into, alone or in another object (``steps.append(Step(logits))``), and
+        where; None where it puts it nowhere, or into several. place: of the line that gave it its value."""
+        one = self.text_of(place.own_file, "")
+        function = one.function_at(place.own_line, place.own_function) if one is not None else None
+        found: dict[str, Written] = {}
+        if one is None or function is None or not name:
+            return None
+        for node in (node for node in ast.walk(function) if isinstance(node, ast.Expr)):
+            call = node.value
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
+                continue
+            into, given = call.func.value, (part for part in call.args if name in _going_in(part))
+            if call.func.attr in _ADDING and isinstance(into, ast.Name) and any(given):
+                found[into.id] = one.place(node)
+        return next(iter(found.items())) if len(found) == 1 else None
 
     def added_within(self, place: Written, key: str) -> Written | None:
         """Where a function whose result a statement assigns (``out = sample(32)``) puts something into the list that it returns,
@@ -689,6 +733,9 @@ def _adds(node: ast.AST, wanted: str, certain: bool, of_object: bool) -> bool:
                 return True
             if inner.func.attr == "update" and _last(inner.func.value) == wanted and inner.args:
                 return True
+        given = inner.args if isinstance(inner, ast.Call) and _last(inner.func) in _PUTTING else []
+        if given and _last(given[0]) == wanted:
+            return True
     targets: list[ast.expr] = []
     if isinstance(node, ast.Assign):
         targets = [part for one in node.targets for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
@@ -789,6 +836,31 @@ def _detached_in(loop: ast.AST) -> set[str]:
                 read = {part.id for part in ast.walk(what) if isinstance(part, ast.Name)}
                 found |= ({to.id} & read) - _going_in(what)
     return found
+
+
+def _empties(method: ast.FunctionDef, attribute: str) -> bool:
+    """Whether a method that anybody may call, with no arguments, empties an attribute of its object for good."""
+    wanted = len(method.args.args) - len(method.args.defaults) + sum(one is None for one in method.args.kw_defaults)
+    if method.name.startswith("_") or method.decorator_list or wanted != 1:
+        return False
+    for node in method.body:
+        if isinstance(node, ast.Assign) and _is_empty(node.value):
+            emptied: list[ast.expr] = node.targets
+        else:
+            call = node.value if isinstance(node, ast.Expr) else None
+            emptied = []
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "clear":
+                emptied = [call.func.value]
+        if attribute in {name for one in emptied for name in _own_attributes(one)}:
+            # (What fills it again afterwards begins anew.)
+            return not any(_adds(later, attribute, True, True) for later in method.body[method.body.index(node) + 1 :])
+    return False
+
+
+def _gives(node: ast.AST, name: str) -> bool:
+    """Whether a statement gives a variable of this name a value."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return any(isinstance(one, ast.Name) and one.id == name for target in targets for one in each_target(target))
 
 
 def _is_empty(value: ast.expr) -> bool:

@@ -27,6 +27,10 @@ _HAS_NONE = "with `fused=True` it has none"
 _HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_tensor_sgd"})
 
 
+# How many numbers these keep for each weight as they are by default (torch/optim/adam.py and the others, 2.0 to 2.13).
+_STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Rprop": 2}
+
+
 def late_zero_grad(scene: Scene) -> Iterator[Cause]:
     """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward.
 
@@ -164,7 +168,10 @@ def added_to(scene: Scene, stayed: list[Allocation], begin: int, end: int) -> li
 
 
 def optimizer_states(scene: Scene) -> Iterator[Cause]:
-    """The first step brings the optimizer's states, which stay."""
+    """The first step brings the optimizer's states, which stay; or it failed, as there was no room for them."""
+    if (unfinished := _states_without_room(scene)) is not None:
+        yield unfinished
+        return
     for step in scene.spans(OPTIMIZER):
         begin, end = scene.start_of(step), scene.end_of(step)
         new = [one for one in scene.living_in(end, "optimizer_state") if begin <= one.born < end]
@@ -198,6 +205,30 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def _states_without_room(scene: Scene) -> Cause | None:
+    """What the first step of an optimizer whose states are known would have taken, where memory ran out in it."""
+    steps = scene.spans(OPTIMIZER)
+    wanted = scene.report.error is not None and scene.report.error.wanted
+    if not wanted or not steps or not steps[-1].failed or sum(one.label == steps[-1].label for one in steps) > 1:
+        return None
+    kind = next((root.type for root in scene.holdings.roots if root.name == steps[-1].label), steps[-1].label)
+    parameters = size_of(scene.living_in(scene.moment, "gradients"))
+    if kind not in _STATES or not parameters:
+        return None
+    there = size_of(scene.living_in(scene.moment, "optimizer_state"))
+    numbers, needed = _STATES[kind], _STATES[kind] * parameters
+    half = "8-bit states (bitsandbytes) take a quarter of that, and weights in bfloat16 half of all"
+    fewer = "; SGD with momentum keeps one number for each weight" if numbers > 1 else ""
+    return Cause(
+        "optimizer_states",
+        f"The first step of {quoted(steps[-1].label)} makes its states, {'two numbers' if numbers > 1 else 'one'} for each "
+        f"weight: {human(needed)}, of which {human(there)} were there when memory ran out.",
+        f"{half}{fewer}; or train fewer weights (LoRA).",
+        needed,
+        describes=True,
+    )
 
 
 def optimizer_history(scene: Scene) -> Iterator[Cause]:

@@ -76,10 +76,17 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
             "untrained_gradients",
             f"{quoted(module)}{at} runs with gradients, though{partly} no optimizer trains it: its parameters got "
             f"{human(size_of(gradients))} of gradients{graph}.",
-            _frozen(module, in_part=bool(partly), through=through),
+            _only_named(scene, module) + _frozen(module, in_part=bool(partly), through=through),
             size_of(gradients) + kept,
         )
         return
+
+
+def _only_named(scene: Scene, module: str) -> str:
+    """That ``body.requires_grad = False`` gives a module an attribute, and its parameters nothing."""
+    wanted = re.compile(rf"(^|\W){re.escape(module)}\.requires_grad\s*=\s*False")
+    place = scene.program.stating(wanted)
+    return f"`{place.shown}` ({place.words}) only gives the module an attribute: " if place is not None else ""
 
 
 def _frozen(module: str, *, in_part: bool, through: bool) -> str:

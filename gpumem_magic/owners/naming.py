@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import threading
 import types
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -224,11 +225,20 @@ class Namer:
             return {id(value): _attribute(owner, name) for name, value in dict.items(holder)}
         if owner is not None and self._is_table_of_module(above, holder):
             return {id(value): f".{text(name)}" for name, value in dict.items(holder)}
+        if is_a(owner, threading.local):
+            # Of each thread's attributes, in a dictionary by threads (`local_traverse` of Modules/_threadmodule.c).
+            return {id(value): "" for value in dict.values(holder)}
+        if is_a(owner, dict) and self._is_a_threads(above):
+            return {id(value): f".{text(name)}" for name, value in dict.items(holder)}
         labels = {}
         for key, value in dict.items(holder):
             labels[id(value)] = f"[{self._key(parent, key)}]"
             labels.setdefault(id(key), " a key")
         return labels
+
+    def _is_a_threads(self, above: int) -> bool:
+        """Whether a dictionary is that in which a `threading.local` has the attributes of each thread."""
+        return (over := self._parent.get(above, -1)) >= 0 and is_a(self._walk.objects[over], threading.local)
 
     def _is_table_of_module(self, above: int, holder: Any) -> bool:
         """Whether a dictionary is a module's `_parameters`, `_buffers` or `_modules`: its entries read as attributes."""

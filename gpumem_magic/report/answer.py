@@ -27,7 +27,7 @@ _MAIN = 2
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
 # These are there whatever fills the memory: the list, and that a smaller batch, or smaller images, take less.
-_OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch", "large_images"})
+_OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch", "large_images", FRAGMENTATION})
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"

@@ -50,6 +50,8 @@ def obstacle(report: ReportData, *, told: bool = False) -> list[str]:
         nearly = (found.spare or 0) * _NEARLY < report.device.capacity
         left = f"{'Nearly full: with' if nearly else 'With'} perfect packing, {_spare(found, report)} would be left."
         return [one for one in (left, place_sentence(found), error.elsewhere) if one]
+    if told and found.cause == LIMIT and any(one.name == LIMIT for one in report.causes):
+        return [error.elsewhere] if error.elsewhere else []
     sentences = [_free_memory(found, error)]
     if found.cause == FRAGMENTATION:
         sentences += _fragmentation(found, report, traced=error.verdict is not None)

@@ -1,0 +1,174 @@
+"""What PyTorch has one operator for, written out: each step's result is kept for backward, where the operator keeps its input.
+
+What these keep: tools/autograd/derivatives.yaml (``gelu``, ``silu``, ``mish``, ``native_dropout``, ``_fused_rms_norm``, the last
+since 2.9).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.program import Text, Written
+from gpumem_magic.devices.base import CodePlace
+from gpumem_magic.looks.expressions import called
+from gpumem_magic.owners.model import size_of
+from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
+from gpumem_magic.units import counted, human
+
+# A function with more statements does something else besides: there the statement counts alone.
+_SHORT = 8
+_OF_TANH = 0.044715
+_ROOT_OF_TWO = re.compile(r"sqrt\(2|1\.41421|0\.7071")
+_MEAN_OF_SQUARES = re.compile(
+    r"(pow\(2(\.0)?\)|square\(\)|\*\* 2\)?|pow\(\w+, 2\)|square\(\w+\))(\.|, )?.*mean\(|mean\(.*\*\* 2"
+)
+_ROOT = re.compile(r"sqrt\(")
+_DRAWN = re.compile(r"\b(rand|rand_like|bernoulli|empty_like)\b.*[<>]|bernoulli")
+_SCALED = re.compile(r"/ \(?1(\.0)? - |/ \w*keep|/ self\.keep")
+
+
+class _Known(NamedTuple):
+    """is_so: whether it stands in this piece of a program. instead: PyTorch's own, and what that keeps."""
+
+    is_so: Callable[[ast.AST], bool]
+    name: str
+    instead: str
+
+
+def written_out(scene: Scene) -> Iterator[Cause]:
+    """An activation, a norm or a dropout in several operators, of which each keeps something for backward."""
+    if scene.tensors is None:
+        return
+    groups: dict[tuple[str, int, int], list[tuple[Allocation, CodePlace]]] = defaultdict(list)
+    pieces: dict[tuple[str, int, int], _Piece] = {}
+    for one in scene.living_in(scene.moment, "activations"):
+        birth = scene.tensors.birth_of(one)
+        place = birth.place if birth is not None and not birth.node else None
+        piece = _piece_at(scene, place) if place is not None and place.file == place.own_file else None
+        if piece is not None and place is not None:
+            pieces[piece.key] = piece
+            groups[piece.key].append((one, place))
+    found = sorted(((_on_the_way(its), key) for key, its in groups.items()), key=lambda pair: -size_of(pair[0]))
+    for way, key in found[:1]:
+        piece = pieces[key]
+        if size_of(way) < scene.part_of_peak(8):
+            continue
+        what = "" if piece.name == piece.known.name else f"{piece.known.name} "
+        many = "keeps a tensor" if len(way) == 1 else f"keeps {counted(len(way), 'tensor')}"
+        yield Cause(
+            "written_out",
+            f"`{piece.name}` ({piece.place.words}) is {what}written out, and {many} on the way to its result for "
+            f"backward: {human(size_of(way))}.",
+            f"{piece.known.instead}.",
+            size_of(way),
+        )
+
+
+class _Piece(NamedTuple):
+    """A statement, or a short function: its text, first and last line are the key. name: how it is told."""
+
+    key: tuple[str, int, int]
+    name: str
+    place: Written
+    known: _Known
+
+
+def _piece_at(scene: Scene, place: CodePlace) -> _Piece | None:
+    """What stands at a place, if PyTorch has it as one operator."""
+    text = scene.program.text_of(place.own_file, scene.recording.own_file)
+    number = place.own_line - (text.ahead if text is not None else 0)
+    if text is None or (statement := _statement_at(text, number)) is None:
+        return None
+    function = text.function_at(number, place.own_function)
+    short = function is not None and len(function.body) <= _SHORT
+    node: ast.stmt = function if short else statement
+    known = next((one for one in _KNOWN if one.is_so(node)), None)
+    if known is None:
+        return None
+    name = text.place(statement).shown
+    if short:
+        kinds = text.nodes_around(number, (ast.ClassDef,))
+        name = kinds[-1].name if kinds and function.name in ("forward", "__call__") else f"{function.name}()"
+    first = function.body[0] if short else statement
+    return _Piece((text.where, node.lineno, node.end_lineno or 0), name, text.place(first), known)
+
+
+def _statement_at(text: Text, line: int) -> ast.stmt | None:
+    return next((one for one in text.everywhere if one.lineno <= line <= (one.end_lineno or one.lineno)), None)
+
+
+def _on_the_way(its: list[tuple[Allocation, CodePlace]]) -> list[Allocation]:
+    """Those that are not its result: what it made last is what comes next works with."""
+    last = max(its, key=lambda pair: pair[0].born)[1]
+    return [one for one, place in its if place != last]
+
+
+# What it is
+
+
+def _has(code: ast.AST, name: str) -> bool:
+    return any(isinstance(node, ast.Call) and called(node) == name for node in ast.walk(code))
+
+
+def _is_gelu(code: ast.AST) -> bool:
+    return _has(code, "tanh") and any(
+        isinstance(node, ast.Constant) and node.value == _OF_TANH for node in ast.walk(code)
+    )
+
+
+def _is_exact_gelu(code: ast.AST) -> bool:
+    return _has(code, "erf") and _ROOT_OF_TWO.search(ast.unparse(code)) is not None
+
+
+def _times_a_function_of_itself(code: ast.AST, *names: str) -> bool:
+    """``x * torch.sigmoid(x)``, ``x * torch.tanh(F.softplus(x))``, either way round."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            for one, other in ((node.left, node.right), (node.right, node.left)):
+                if (inner := _argument(other, names)) is not None and ast.dump(inner) == ast.dump(one):
+                    return True
+    return False
+
+
+def _argument(node: ast.expr, names: tuple[str, ...]) -> ast.expr | None:
+    """What functions of these names, one within the other, are given; None for anything else."""
+    for name in names:
+        if not isinstance(node, ast.Call) or called(node) != name:
+            return None
+        if node.args:
+            node = node.args[0]
+        elif isinstance(node.func, ast.Attribute):
+            node = node.func.value
+    return node
+
+
+def _is_rms_norm(code: ast.AST) -> bool:
+    words = ast.unparse(code)
+    return _MEAN_OF_SQUARES.search(words) is not None and _ROOT.search(words) is not None
+
+
+def _is_dropout(code: ast.AST) -> bool:
+    words = ast.unparse(code)
+    return _DRAWN.search(words) is not None and _SCALED.search(words) is not None
+
+
+_KNOWN = (
+    _Known(_is_gelu, "GELU", '`F.gelu(x, approximate="tanh")` keeps its input alone'),
+    _Known(_is_exact_gelu, "GELU", "`F.gelu(x)` keeps its input alone"),
+    _Known(
+        lambda code: _times_a_function_of_itself(code, "tanh", "softplus"), "Mish", "`F.mish(x)` keeps its input alone"
+    ),
+    _Known(lambda code: _times_a_function_of_itself(code, "sigmoid"), "SiLU", "`F.silu(x)` keeps its input alone"),
+    _Known(
+        _is_rms_norm,
+        "RMSNorm",
+        "`F.rms_norm(x, x.shape[-1:], weight, eps)` keeps its input as it is, and a number a row",
+    ),
+    _Known(_is_dropout, "dropout", "`F.dropout(x, p, training)` keeps one byte for each number"),
+)
