@@ -1113,6 +1113,12 @@ GUILTY += [
         ),
         "copies the weights of 4 models into stacks",
     ),
+    Case(
+        "room_elsewhere",
+        ("", "a = [mib(100) for _ in range(20)]"),
+        "cuda:1 is free, 1,024 MiB",
+        "2xvirtual:1GiB,torch=2.13",
+    ),
     Case("widened_weights", ("model = net(1024).half()", "model.float()"), "from float16 to float32"),
     Case(
         "recomputed_weights",

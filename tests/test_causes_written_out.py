@@ -386,3 +386,66 @@ def test_a_second_tensor_of_what_stays_is_no_batch() -> None:
         report = book.measured("for _ in range(3):\n    score = cos(torch.randn(1, 1024, device='cuda'), corpus)")
     assert "makes a second tensor of 1,172 MiB beside `corpus`" in named(report, "second_of_its_size").text
     assert "whole_batch" not in names(report)
+
+
+TWO = "def make():\n    return nn.Sequential(*[nn.Linear(4096, 4096) for _ in range(10)])"
+
+
+@pytest.mark.parametrize(("where", "told"), [("cuda", True), ("cuda:0", False)])
+def test_a_card_that_nobody_uses_is_named_where_memory_runs_out_on_another(where: str, told: bool) -> None:
+    with notebook("2xvirtual:1GiB,context=0MiB") as book:
+        book.cell(TWO)
+        answer = book.measured(f"writer = make().to('{where}')\njudge = make().to('{where}')").to_dict()["answer"]
+    assert ("cuda:1 is free, 1,024 MiB: `cuda` alone means cuda:0." in answer) is told, answer
+    # What a method calls its object is no name of the program's.
+    assert "`self`" not in answer
+    assert f"320 MiB are parameters made by `judge = make().to('{where}')` (line 3)" in answer
+
+
+NARROW = """
+class Adapted(nn.Module):
+    def __init__(self, width=1024):
+        super().__init__()
+        self.whole = nn.Linear(width, width).requires_grad_(False)
+        self.down, self.up = nn.Linear(width, 8, bias=False), nn.Linear(8, width, bias=False)
+    def forward(self, x):
+        return self.whole(x) + self.up(self.down(x))
+model = nn.Sequential(*[Adapted() for _ in range(3)], nn.Linear(1024, 2048)).cuda()
+model[3].requires_grad_(TRAINED)
+opt = torch.optim.AdamW(model.parameters())
+x = torch.randn(8, 1024, device="cuda")
+"""
+NARROWING = "model = nn.Sequential(nn.Linear(1024, 8), nn.Linear(8, 1024), nn.Linear(1024, 1024)).cuda()\n"
+STEPPING = "for _ in range(3):\n    opt.zero_grad()\n    model(x).mean().backward()\n    opt.step()"
+
+
+def test_adapters_are_known_by_what_they_are_beside() -> None:
+    with notebook("T4") as book:
+        book.cell(NARROW.replace("TRAINED", "True"))
+        cause = named(book.measured(STEPPING), "trained_beside_adapters")
+        # Not of what the optimizer was given and does not train.
+        assert "8.0 MiB of gradients and 16.0 MiB of states, for adapters of 192.0 KiB" in cause.text, cause.text
+        book.cell(NARROW.replace("TRAINED", "False"))
+        assert "trained_beside_adapters" not in names(book.measured(STEPPING))
+        # A narrow layer of a model that is trained as a whole is none.
+        book.cell(f"{NARROWING}opt = torch.optim.AdamW(model.parameters())")
+        assert "trained_beside_adapters" not in names(book.measured(STEPPING))
+
+
+def test_copies_that_peft_trains_beside_adapters_are_named() -> None:
+    pytest.importorskip("peft")
+    cell = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\nfrom peft import LoraConfig, get_peft_model\n"
+        "config = LlamaConfig(vocab_size=20000, hidden_size=256, intermediate_size=512, num_hidden_layers=2, "
+        "num_attention_heads=4)\nbase = LlamaForCausalLM(config).cuda()\n"
+        "lora = LoraConfig(r=4, target_modules=['q_proj'], modules_to_save=['lm_head'])\nmodel = get_peft_model(base, lora)\n"
+        "opt = torch.optim.AdamW(model.parameters())\nids = torch.randint(0, 20000, (1, 64), device='cuda')"
+    )
+    with notebook("T4") as book:
+        book.cell(cell)
+        steps = STEPPING.replace("model(x).mean()", "model(input_ids=ids, labels=ids).loss")
+        cause = named(book.measured(steps), "trained_beside_adapters")
+    assert cause.text.startswith(
+        "`opt` trains whole copies of `lm_head` beside the adapters, as `modules_to_save` has it (`"
+    )
+    assert "Leave out of `modules_to_save`" in cause.remedy

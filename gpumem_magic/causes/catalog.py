@@ -75,6 +75,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.kept_by_hook,
     errors.kept_errors,
     several_devices.gathered,
+    several_devices.room_elsewhere,
     several_devices.gradients_in_buckets,
     unused_graphs.missing_no_grad,
     unused_graphs.target_graphs,
@@ -151,6 +152,7 @@ DETECTORS: tuple[Detector, ...] = (
 # Told where nothing is to be mended.
 _SOUND = "steady"
 _FREE = "`%gpumem_free"
+_WASTED = "wasted_gradients"
 # What these say of the memory is so in sound programs, too.
 DESCRIBING = frozenset(
     {
@@ -273,10 +275,20 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     found = [one for one in found if one.describes or one.name in _GROWING or scene.is_large(one.bytes)]
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
+    found = _with_what_is_shared(found)
     found = [one for one in found if not _is_the_same(one, found) and not _is_told_with(one, found)]
     if scene.report.error is None and any(not one.describes for one in found):
         found = [one for one in found if one.name not in (_LAST, _SOUND)]
     return sorted(found, key=lambda one: _rank(one, _explained(found), scene.report.error)), failures
+
+
+def _with_what_is_shared(found: list[Cause]) -> list[Cause]:
+    """Of a graph that is retained, what the next loss shares, where the backward that goes into that in vain is known: as one."""
+    shared = next((one for one in found if one.remedy == loops.SHARED), None)
+    wasted = next((one for one in found if one.name == _WASTED), None)
+    if shared is None or wasted is None:
+        return found
+    return [replace(one, remedy=wasted.sentence) if one is shared else one for one in found if one is not wasted]
 
 
 def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
@@ -285,7 +297,7 @@ def _is_the_same(cause: Cause, found: Iterable[Cause]) -> bool:
 
 
 def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
-    """Whether another one's remedy begins with this one's, or has all of it, or an earlier one frees the same."""
+    """Whether another one's remedy begins with this one's, or an earlier one frees the same."""
     if not cause.remedy:
         return False
     if cause.remedy.startswith(_FREE):
@@ -295,10 +307,7 @@ def _is_told_with(cause: Cause, found: Iterable[Cause]) -> bool:
 
 
 def _is_longer(cause: Cause, found: Iterable[Cause]) -> bool:
-    return any(
-        one is not cause and (one.remedy.startswith(f"{cause.remedy} ") or cause.sentence in one.remedy)
-        for one in found
-    )
+    return any(one is not cause and one.remedy.startswith(f"{cause.remedy} ") for one in found)
 
 
 def _describes(name: str, failed: bool) -> bool:

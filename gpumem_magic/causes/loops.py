@@ -7,7 +7,6 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from gpumem_magic.causes import untrained
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.graphs import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
@@ -25,6 +24,11 @@ _PARTS = 3
 _REPEATS, _SMALL = 3, 8
 # So many equal steps are no accident.
 _EQUAL = 3
+# What to do about a graph that is retained, where nothing says which part of it the next loss shares.
+SHARED = (
+    "Where the next loss shares a part of it, add up both losses for one backward, or `.detach()` that part in the loss that "
+    "need not train it; then leave out `retain_graph=True`."
+)
 
 
 def summed_losses(scene: Scene) -> Iterator[Cause]:
@@ -318,18 +322,11 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
     if not worst:
         return
     remedy = "Without `retain_graph=True` it is freed as backward runs; a state that is carried on needs `.detach()` instead."
-    if not is_last:
-        remedy = (
-            "Where the next loss shares a part of it, add up both losses for one backward, or `.detach()` that part in the loss "
-            "that need not train it; then leave out `retain_graph=True`."
-        )
-    if not is_last and (wasted := next(untrained.wasted_gradients(scene), None)):
-        remedy = wasted.sentence
     yield Cause(
         "retained_graph",
         f"`backward(retain_graph=True)` ({words}) keeps the graph, {human(worst)} of activations, though no further "
         "backward of that iteration uses it.",
-        remedy,
+        remedy if is_last else SHARED,
         worst,
     )
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
+from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.attribution import sites
 from gpumem_magic.attribution.categories import sharing_functions
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation, Timeline
-from gpumem_magic.units import human
+from gpumem_magic.units import counted, human
 
 _PARALLEL = "torch.nn.parallel.data_parallel.DataParallel"
 # Gradients beside buckets are told from one part in so many of theirs.
 _SHARE = 2
+# A program with this knows of the other devices.
+_ELSEWHERE = re.compile(r"cuda:\d|device_ids|device_map|DataParallel|\.cuda\(\w|device_count|set_device")
 _LASTING = ("parameters", "buffers", "gradients", "optimizer_state")
 
 
@@ -46,6 +51,28 @@ def gathered(scene: Scene) -> Iterator[Cause]:
         "Compute the loss inside `forward`, so that one number per device is gathered, or use `DistributedDataParallel`, "
         "which gathers nothing.",
         more,
+    )
+
+
+def room_elsewhere(scene: Scene) -> Iterator[Cause]:
+    """Memory ran out on one device, and another that the program could use has nothing on it."""
+    found = failed_request(scene.report)
+    if found is None or found.cause not in (CAPACITY, FRAGMENTATION) or scene.program.matches_any(_ELSEWHERE):
+        return
+    idle = [
+        (index, log.facts.total_bytes)
+        for index, log in scene.recording.logs.items()
+        if index != scene.device and not log.events and not log.start and log.facts.total_bytes
+    ]
+    if not idle:
+        return
+    (index, room), more = idle[0], f" (and {counted(len(idle) - 1, 'other')})" if len(idle) > 1 else ""
+    yield Cause(
+        "room_elsewhere",
+        f"cuda:{index}{more} is free, {human(room)}: `cuda` alone means cuda:{scene.device}.",
+        f'A model and what goes into it can be there as a whole (`.to("cuda:{index}")`), or a part of its layers.',
+        room,
+        describes=True,
     )
 
 

@@ -217,7 +217,7 @@ def _until_backward_ends(scene: Scene, free: Collection[Birth]) -> list[Allocati
 
 
 def _birth(scene: Scene, one: Allocation) -> Birth | None:
-    """How it came to be; None of what a graph keeps, or is no result of the cell's."""
+    """How a result of the cell's came to be, in a forward; None of what a graph keeps, and of all else."""
     if scene.tensors is None or scene.labels[one.index].category not in _RESULTS or scene.tensors.is_saved(one):
         return None
     birth = scene.tensors.birth_of(one)
@@ -225,11 +225,9 @@ def _birth(scene: Scene, one: Allocation) -> Birth | None:
 
 
 def _at_the_peak(scene: Scene, begin: int) -> Iterator[Allocation]:
-    """Results from before a position that no graph keeps, the large ones."""
+    """The large ones among these, from before a position."""
     for one in scene.timeline.live_at(scene.moment):
-        made = scene.tensors is not None and scene.tensors.birth_of(one) is not None and not scene.tensors.is_saved(one)
-        large = one.size >= scene.part_of_peak(20)
-        if made and large and one.born < begin and scene.labels[one.index].category in _RESULTS:
+        if one.born < begin and one.size >= scene.part_of_peak(20) and _birth(scene, one) is not None:
             yield one
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import module_of, quoted
@@ -15,7 +15,11 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
 _GRADIENT = ".grad"
-# As peft, and those who write their own, call adapters of low rank.
+# As peft, and those who write their own, call adapters of low rank; and where peft trains a copy of a layer.
+_COPY = re.compile(r"(?P<layer>\w+)\.modules_to_save\b")
+_COPIED = re.compile(r"\bmodules_to_save\s*=")
+# Two matrices with as few numbers in between as one in so many of their sides.
+_OF_A_MATRIX, _A_PAIR, _NARROW = 2, 2, 4
 _ADAPTER = re.compile(r"(^|[._])lora_|lora\b", re.IGNORECASE)
 # They save their input for the gradient of their weight alone (tools/autograd/derivatives.yaml).
 _FOR_WEIGHTS = frozenset({"addmm", "mm", "linear", "convolution"})
@@ -160,20 +164,36 @@ def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
     """An optimizer that steps a model's own weights beside adapters, which are to be trained in their place."""
     weights = [one for one in scene.held if one.kind == "parameter"]
     for name, known in scene.holdings.optimizers.items():
-        stepped = [one for one in weights if (one.device, one.address) in known]
-        adapters = [one for one in stepped if _is_adapter(one)]
-        others = [one for one in stepped if not _is_adapter(one)]
+        stepped = [one for one in weights if (one.device, one.address) in known - scene.holdings.frozen]
+        small = _adapters(stepped, [one for one in weights if one not in stepped])
+        adapters = [one for one in stepped if one.place in small]
+        others = [one for one in stepped if one.place not in small]
         states = [one for one in scene.held if one.kind == "optimizer_state" and _is_of(one, name, others)]
         if not adapters or 10 * size_of(adapters) > size_of(others):
             continue
         total = size_of(others) + size_of(states)
         if not states or total < scene.part_of_peak(5):
             continue
+        sizes = (
+            f"{human(size_of(others))} of gradients and {human(size_of(states))} of states, for adapters of "
+            f"{human(size_of(adapters))}"
+        )
+        copies = list(dict.fromkeys(found["layer"] for one in others if (found := _COPY.search(one.place))))
+        if copies and all(_COPY.search(one.place) for one in others):
+            at = scene.program.place_of(_COPIED)
+            yield Cause(
+                "trained_beside_adapters",
+                f"`{name}` trains whole copies of {listed([f'`{layer}`' for layer in copies[:3]])} beside the adapters, as "
+                f"`modules_to_save` has it{at}: {human(size_of(others))} of weights, {sizes}.",
+                "Leave out of `modules_to_save` what need not be trained as a whole; of an embedding, `trainable_token_indices` "
+                "trains some rows alone.",
+                total + size_of(others),
+            )
+            return
         at = scene.program.place_of(_UNFREEZES)
         yield Cause(
             "trained_beside_adapters",
-            f"`{name}` trains the model's own weights beside the adapters{at}: {human(size_of(others))} of gradients and "
-            f"{human(size_of(states))} of states, for adapters of {human(size_of(adapters))}.",
+            f"`{name}` trains the model's own weights beside the adapters{at}: {sizes}.",
             "Where only the adapters are to be trained, `.requires_grad_(False)` on all other weights, and give the optimizer "
             "what is left: `[p for p in model.parameters() if p.requires_grad]`.",
             total,
@@ -181,8 +201,37 @@ def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
         return
 
 
-def _is_adapter(one: Held) -> bool:
-    return _ADAPTER.search(one.place) is not None
+def _adapters(stepped: Sequence[Held], others: Sequence[Held]) -> frozenset[str]:
+    """The places of adapters: two narrow matrices in one module with a weight that is not stepped, which multiplied have its
+    shape, or go from its width back to it; or by what peft, and those who write their own, call them."""
+    found = {one.place for one in stepped if _ADAPTER.search(one.place)}
+    beside: dict[str, list[Held]] = defaultdict(list)
+    for one in stepped:
+        for module in _modules_around(one):
+            beside[module].append(one)
+    for one in others if len(stepped) > 1 else ():
+        if len(one.shape) != _OF_A_MATRIX:
+            continue
+        for module in _modules_around(one):
+            near = [each for each in beside.get(module, ()) if len(each.shape) == _OF_A_MATRIX]
+            if len(near) == _A_PAIR and _is_narrow(near[0].shape, near[1].shape, one.shape):
+                found.update(each.place for each in near)
+    return frozenset(found)
+
+
+def _modules_around(one: Held) -> list[str]:
+    """The module that a parameter is of, and the one around that."""
+    module = one.place.rpartition(".")[0]
+    return [each for each in (module, module.rpartition(".")[0], module.rpartition(".")[0].rpartition(".")[0]) if each]
+
+
+def _is_narrow(one: tuple[int, ...], other: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Whether two matrices go through few numbers, and in between as the whole one does, or from one of its sides back to it."""
+    for (rows, rank), (inner, columns) in ((one, other), (other, one), (one[::-1], other[::-1])):
+        as_whole = sorted((rows, columns)) == sorted(whole) or (rows == columns and rows in whole)
+        if rank == inner and _NARROW * rank <= min(rows, columns) and as_whole:
+            return True
+    return False
 
 
 def _form(one: Held) -> tuple[tuple[int, ...], str]:

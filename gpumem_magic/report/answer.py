@@ -44,6 +44,8 @@ _WASTE = frozenset(
     }
 )
 _MUCH = 4
+# What a cause is told before.
+_WORDS, _ALL = "words", "all"
 # What these say comes first, whatever fills the memory.
 _BEFORE_ALL = (_SOUND, "caught_shortage")
 # What these say of each iteration is so however many there are.
@@ -132,7 +134,7 @@ def _plain(report: ReportData) -> str:
         peak = report.peak
         groups = all_groups(report, peak.position, peak.tensors) if less else ()
         words = in_words(groups, peak.categories, _MOST_BEFORE_ADVICE, ()) if less else ""
-        return _composed(report, words, [blaming.sentence], leads=True)
+        return _composed(report, words, [blaming.sentence], before=_WORDS)
     # What only describes is worth a word here where it says what to do about a good part of the memory, and comes first where
     # that is most of it.
     # (What an error keeps is no reason for it, and worth knowing where memory was none.)
@@ -162,7 +164,8 @@ def _plain(report: ReportData) -> str:
     if report.error is None and not told and 2 * (report.peak.categories.get("rounding") or 0) > report.peak.allocated:
         return f"Next to nothing was put on the device{_on(report)}: {amount(report.peak.allocated)} at the peak."
     wasted = useful is not None and useful.name in _WASTE and _is_part(useful, report, _MUCH)
-    return _composed(report, words, told, sound, leads=useful is not None and (useful is main or wasted), wasted=wasted)
+    before = _ALL if wasted else _WORDS if useful is not None and useful is main else ""
+    return _composed(report, words, told, sound, before=before)
 
 
 def _failed_in_a_step(report: ReportData) -> bool:
@@ -182,15 +185,14 @@ def _composed(
     told: Sequence[str],
     sound: Sequence[str] = (),
     *,
-    leads: bool = False,
-    wasted: bool = False,
+    before: str = "",
 ) -> str:
-    """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended. leads: whether what is told comes
-    before the words; wasted: and before what is sound."""
+    """words: what is allocated, "" where a cause tells it. sound: that nothing is to be mended. before: what is told comes before
+    these, the words or all of it; "" behind them."""
     sentences: list[str] = []
     error = report.error
     if error is not None and error.requested is not None:
-        if leads and words:
+        if before and words:
             sentences += [f"{_failure(report)}.", *told, f"{words}."]
         else:
             sentences += [f"{_failure(report)}: {words}." if words else f"{_failure(report)}.", *told]
@@ -202,7 +204,7 @@ def _composed(
         sentences.append(error_in_words(error))
         if report.peak.allocated < _TAKEN_AT_ONCE and not told and not is_of_memory(error):
             return " ".join([*sentences, f"At most {size} were allocated{on}.", *_other_devices(report.devices)])
-    sentences += () if wasted else sound
+    sentences += () if before == _ALL else sound
     where = f" at {report.peak.where}{_since(report)}" if report.peak.where else ""
     if not words:
         sentences += [*told, f"Peak {size}{on}{where}."]
@@ -210,8 +212,8 @@ def _composed(
         is_from_before = _added_nothing(report)
         said = f"Nothing was added to the {size} from before{on}" if is_from_before else f"Of {size} at the peak{on}"
         said += f"{':' if is_from_before else ','} {words}."
-        sentences += [*told, said] if leads else [said, *told]
-        sentences += sound if wasted else ()
+        sentences += [*told, said] if before else [said, *told]
+        sentences += sound if before == _ALL else ()
         # (Where the peak was is no question where nothing was added.)
         sentences += [f"Peak{where}."] if where and not is_from_before else []
     return " ".join([*sentences, *_other_devices(report.devices)])

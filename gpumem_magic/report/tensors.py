@@ -80,7 +80,10 @@ def _kind(facts: TensorFacts, keeper: str, place: str) -> tuple[object, ...]:
 
 
 def _owner(place: str) -> str:
-    """``model`` of ``model.layers[0].weight``, the former ``model`` of its former weight."""
+    """``model`` of ``model.layers[0].weight``, the former ``model`` of its former weight; "" for what a method calls ``self``, of
+    which the program's author knows no name."""
+    if place.startswith("self.") and " of " in place:
+        return ""
     owner = re.split(r"[.\[]", place, maxsplit=1)[0]
     return owner + "`" * (owner.count("`") % 2)
 
