@@ -449,3 +449,44 @@ def test_copies_that_peft_trains_beside_adapters_are_named() -> None:
         "`opt` trains whole copies of `lm_head` beside the adapters, as `modules_to_save` has it (`"
     )
     assert "Leave out of `modules_to_save`" in cause.remedy
+
+
+def test_adapters_in_the_models_own_type_copy_nothing() -> None:
+    pytest.importorskip("peft")
+    cell = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\nfrom peft import LoraConfig, get_peft_model\n"
+        "config = LlamaConfig(vocab_size=500, hidden_size=256, intermediate_size=256, num_hidden_layers=2, "
+        "num_attention_heads=4)\nbase = LlamaForCausalLM(config).cuda().to(torch.bfloat16)\n"
+        "ids = torch.randint(0, 500, (8, 1024), device='cuda')\n"
+        "lora = LoraConfig(r=4, target_modules='all-linear')\nmodel = get_peft_model(base, lora{})"
+    )
+    step = "model(input_ids=ids, labels=ids).loss.backward()"
+    with notebook("A100-40GB") as book:
+        book.cell(cell.format(""))
+        report = book.measured(step)
+        assert "autocast_adapter_dtype=False" in named(report, "float32_copy").remedy
+        book.cell("del model, base\n" + cell.format(", autocast_adapter_dtype=False"))
+        own = book.measured(step)
+    assert not [one for one in own.causes if one.name == "float32_copy" and "tuners" in one.text]
+    assert own.to_dict()["peak"]["allocated"] < report.to_dict()["peak"]["allocated"]
+
+
+SMOOTHED = """
+class LabelSmoothing(nn.Module):
+    def forward(self, x, target, smoothing=0.1):
+        true = torch.full_like(x, smoothing / (x.shape[1] - 1))
+        true.scatter_(1, target[:, None], 1 - smoothing)
+        return torch.nn.functional.kl_div(x, true.clone(), reduction="sum")
+x = torch.randn(8192, 8000, device="cuda", requires_grad=True)
+target = torch.randint(0, 8000, (8192,), device="cuda")
+"""
+
+
+def test_smoothed_labels_that_are_written_out_take_more_than_pytorchs_own() -> None:
+    with notebook("virtual:1200MiB,context=0MiB") as book:
+        book.cell(SMOOTHED)
+        report = book.measured("LabelSmoothing()(x.log_softmax(1), target).backward()")
+        assert "`LabelSmoothing` (In [3], line 3) is label smoothing written out" in named(report, "written_out").text
+        own = book.measured("nn.functional.cross_entropy(x, target, label_smoothing=0.1).backward()")
+    assert own.to_dict()["error"] is None
+    assert "written_out" not in names(own)

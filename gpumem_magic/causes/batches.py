@@ -73,9 +73,9 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         # Only packed perfectly this request would pass, and the next layer's will be as large.
         yield Cause(
             "whole_batch",
-            f"All {batch.items:,} items{_where(failed)} are worked on at once: {human(size)} up to here, "
+            f"The batch of {batch.items:,} items{_where(failed)} takes {human(size)} up to here, "
             f"{human(size // batch.items)} an item.",
-            "Half of them at a time take half of that.",
+            "Half as many at a time take half of that.",
             size,
         )
         return

@@ -153,6 +153,7 @@ DETECTORS: tuple[Detector, ...] = (
 _SOUND = "steady"
 _FREE = "`%gpumem_free"
 _WASTED = "wasted_gradients"
+_OF_THE_ATTEMPT = "pinned_by_traceback"
 # What these say of the memory is so in sound programs, too.
 DESCRIBING = frozenset(
     {
@@ -312,7 +313,7 @@ def _is_longer(cause: Cause, found: Iterable[Cause]) -> bool:
 
 def _describes(name: str, failed: bool) -> bool:
     # What this cell's own error pins is there because it failed, and not the other way round.
-    return name in DESCRIBING or (failed and name == "pinned_by_traceback")
+    return name in DESCRIBING or (failed and name == _OF_THE_ATTEMPT)
 
 
 def _explained(found: Iterable[Cause]) -> int:
@@ -329,5 +330,6 @@ def _rank(cause: Cause, explained: int, error: ReportError | None) -> tuple[int,
         return -1, 0
     if cause.name == _ALLOCATORS and not cause.describes and error is not None and explained < (error.wanted or 0):
         return -1, 0
-    last = cause.name == _LAST and error is None
+    # (What an error keeps of the attempt that failed is no reason for it.)
+    last = cause.name == (_LAST if error is None else _OF_THE_ATTEMPT if error.wanted else "")
     return 2 * int(cause.describes) - int(cause.name == shortage.NAME) + int(last), -cause.bytes

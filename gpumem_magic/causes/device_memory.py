@@ -103,7 +103,7 @@ def limited(scene: Scene) -> Iterator[Cause]:
 def _is_pressed(scene: Scene, reserved: int) -> bool:
     """Whether the device came, or may come, to its end: else room that lies in pieces costs nobody anything."""
     failed = bool(scene.report.retries) or scene.report.error is not None
-    return failed or 4 * reserved >= 3 * (scene.report.device.capacity or 0)
+    return failed or 2 * reserved >= (scene.report.device.capacity or 0)
 
 
 def _settings(found: FailedRequest, wanted: int) -> str:

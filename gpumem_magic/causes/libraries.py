@@ -50,6 +50,18 @@ def gathering(place: CodePlace) -> tuple[str, str] | None:
     return None
 
 
+def widening(place: CodePlace | None) -> str:
+    """How a library that copies to float32 is kept from it, by where it does so; "" where that is not known."""
+    file = place.file.replace("\\", "/") if place is not None else ""
+    if "/peft/tuners/" in file:
+        # (`cast_adapter_dtype` of peft/tuners/tuners_utils.py, since 0.12.)
+        return (
+            "The adapters are in float32, and what goes into them is copied to that: `get_peft_model(..., "
+            "autocast_adapter_dtype=False)` leaves them in the model's type."
+        )
+    return ""
+
+
 def advice(trail: Sequence[Station]) -> str | None:
     """What to do about memory on this trail, in the words of the library that keeps it; None where no library is known."""
     for station in reversed(trail):

@@ -23,6 +23,7 @@ from gpumem_magic.causes.alike import (
     statement_of,
     taken_in_by,
 )
+from gpumem_magic.causes.libraries import widening
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
 from gpumem_magic.causes.program import Written, name_given
@@ -171,7 +172,10 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
             return
         # What a library does inside is not the program's to change.
         theirs = birth.place is not None and birth.place.file != birth.place.own_file
-        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes, describes=theirs and not logits)
+        if theirs and not logits:
+            yield Cause("float32_copy", f"{text}.", widening(birth.place), alike.bytes, describes=True)
+            return
+        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes)
         return
     for alike, *_ in alive_in_shapes(scene, lambda birth: _is_head(birth) and not birth.node):
         if positions := _positions_unread(scene, alike.shape):

@@ -34,6 +34,7 @@ _MANY = 3
 _SEVERAL = 2
 MODULE = "torch.nn.modules.module.Module"
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
+_FUNCTION = "function"
 _CONTAINERS = ("builtins.list", "builtins.dict", "collections.deque", "builtins.set")
 
 
@@ -281,6 +282,9 @@ def release(scene: Scene, spot: Spot) -> str:
         return f"`del {', '.join(spot.names)}` frees {human(size_of(scene.freed(numbers)))}"
     roots = {one.roots for one in spot.held}
     number, *others = roots.pop()
+    if scene.holdings.roots[number].type == _FUNCTION:
+        # Nobody lets go of a function for what it keeps.
+        return ""
     if not roots and not others and (statement := scene.holdings.roots[number].statement):
         freed = size_of(scene.freed([number]))
         return f"`{statement}` frees {human(freed)}"

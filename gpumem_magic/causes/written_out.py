@@ -158,6 +158,10 @@ def _is_dropout(code: ast.AST) -> bool:
     return _DRAWN.search(words) is not None and _SCALED.search(words) is not None
 
 
+def _is_label_smoothing(code: ast.AST) -> bool:
+    return _has(code, "scatter_") and "smooth" in ast.unparse(code)
+
+
 _KNOWN = (
     _Known(_is_gelu, "GELU", '`F.gelu(x, approximate="tanh")` keeps its input alone'),
     _Known(_is_exact_gelu, "GELU", "`F.gelu(x)` keeps its input alone"),
@@ -169,6 +173,11 @@ _KNOWN = (
         _is_rms_norm,
         "RMSNorm",
         "`F.rms_norm(x, x.shape[-1:], weight, eps)` keeps its input as it is, and a number a row",
+    ),
+    _Known(
+        _is_label_smoothing,
+        "label smoothing",
+        "`F.cross_entropy(logits, target, label_smoothing=...)` makes no distribution as large as the logits",
     ),
     _Known(_is_dropout, "dropout", "`F.dropout(x, p, training)` keeps one byte for each number"),
 )
