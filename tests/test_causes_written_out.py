@@ -492,3 +492,10 @@ def test_smoothed_labels_that_are_written_out_take_more_than_pytorchs_own() -> N
         own = book.measured("nn.functional.cross_entropy(x, target, label_smoothing=0.1).backward()")
     assert own.to_dict()["error"] is None
     assert "written_out" not in names(own)
+
+
+def test_what_each_turn_uses_again_is_no_cached_memory_to_wonder_about() -> None:
+    turn = "x = mib(400)\n    y = x[0] + 1\n    del x"
+    with notebook("T4") as book:
+        assert "only_cached" not in names(book.measured(f"for _ in range(3):\n    {turn}"))
+        assert "only_cached" in names(book.measured(turn.replace("    ", "")))

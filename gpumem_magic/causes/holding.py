@@ -210,8 +210,9 @@ def _was_renamed(scene: Scene, old: str, new: str) -> bool:
 
 def only_cached(scene: Scene) -> Iterator[Cause]:
     """Tensors went, and nvidia-smi did not fall: what is cached is free for PyTorch."""
+    used_again: set[int] = set()
     for point, begin, end in scene.statements:
-        if not (_deleted(point.statement) or ".cpu(" in point.statement):
+        if not (_deleted(point.statement) or ".cpu(" in point.statement) or point.line in used_again:
             continue
         fell = scene.timeline.allocated_at(begin) - scene.timeline.allocated_at(end)
         if fell < _WONDER or scene.timeline.reserved_at(end) < scene.timeline.reserved_at(begin):
@@ -221,6 +222,8 @@ def only_cached(scene: Scene) -> Iterator[Cause]:
         if any(stop > end and scene.timeline.reserved_at(stop) < left for _, _, stop in scene.points):
             continue
         if scene.timeline.peak(end, scene.end)[0] - scene.timeline.allocated_at(end) >= fell // 2:
+            # (A loop's next turn does, and so would another one behind the last.)
+            used_again.add(point.line)
             continue
         yield Cause(
             "only_cached",

@@ -501,7 +501,10 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
-        remedy = "A convolution to fewer channels before it, or a smaller size, makes it smaller."
+        # (A library's layers are as they are.)
+        ours = birth.place is None or birth.place.file == birth.place.own_file
+        fewer = "A convolution to fewer channels before it, or a smaller size," if ours else "A smaller size"
+        remedy = f"{fewer} makes it smaller."
         trains = bool(scene.spans(BACKWARD))
         if len(alike.shape) == _IMAGES and alike.shape[0] > 1 and (not trains or _are_classes(scene, alike)):
             own = ", each with a backward of its own," if trains else ""

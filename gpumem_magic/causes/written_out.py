@@ -33,7 +33,7 @@ _DRAWN = re.compile(r"\b(rand|rand_like|bernoulli|empty_like)\b.*[<>]|bernoulli"
 _SCALED = re.compile(r"/ \(?1(\.0)? - |/ \w*keep|/ self\.keep")
 
 
-class _Known(NamedTuple):
+class _OneOperator(NamedTuple):
     """is_so: whether it stands in this piece of a program. instead: PyTorch's own, and what that keeps."""
 
     is_so: Callable[[ast.AST], bool]
@@ -76,7 +76,7 @@ class _Piece(NamedTuple):
     key: tuple[str, int, int]
     name: str
     place: Written
-    known: _Known
+    known: _OneOperator
 
 
 def _piece_at(scene: Scene, place: CodePlace) -> _Piece | None:
@@ -88,7 +88,7 @@ def _piece_at(scene: Scene, place: CodePlace) -> _Piece | None:
     function = text.function_at(number, place.own_function)
     short = function is not None and len(function.body) <= _SHORT
     node: ast.stmt = function if short else statement
-    known = next((one for one in _KNOWN if one.is_so(node)), None)
+    known = next((one for one in _OPERATORS if one.is_so(node)), None)
     if known is None:
         return None
     name = text.place(statement).shown
@@ -162,22 +162,24 @@ def _is_label_smoothing(code: ast.AST) -> bool:
     return _has(code, "scatter_") and "smooth" in ast.unparse(code)
 
 
-_KNOWN = (
-    _Known(_is_gelu, "GELU", '`F.gelu(x, approximate="tanh")` keeps its input alone'),
-    _Known(_is_exact_gelu, "GELU", "`F.gelu(x)` keeps its input alone"),
-    _Known(
+_OPERATORS = (
+    _OneOperator(_is_gelu, "GELU", '`F.gelu(x, approximate="tanh")` keeps its input alone'),
+    _OneOperator(_is_exact_gelu, "GELU", "`F.gelu(x)` keeps its input alone"),
+    _OneOperator(
         lambda code: _times_a_function_of_itself(code, "tanh", "softplus"), "Mish", "`F.mish(x)` keeps its input alone"
     ),
-    _Known(lambda code: _times_a_function_of_itself(code, "sigmoid"), "SiLU", "`F.silu(x)` keeps its input alone"),
-    _Known(
+    _OneOperator(
+        lambda code: _times_a_function_of_itself(code, "sigmoid"), "SiLU", "`F.silu(x)` keeps its input alone"
+    ),
+    _OneOperator(
         _is_rms_norm,
         "RMSNorm",
         "`F.rms_norm(x, x.shape[-1:], weight, eps)` keeps its input as it is, and a number a row",
     ),
-    _Known(
+    _OneOperator(
         _is_label_smoothing,
         "label smoothing",
         "`F.cross_entropy(logits, target, label_smoothing=...)` makes no distribution as large as the logits",
     ),
-    _Known(_is_dropout, "dropout", "`F.dropout(x, p, training)` keeps one byte for each number"),
+    _OneOperator(_is_dropout, "dropout", "`F.dropout(x, p, training)` keeps one byte for each number"),
 )
