@@ -1087,6 +1087,11 @@ GUILTY += [
 SWISHES = "def swish(x):\n    return x * torch.sigmoid(x)\nlayer = nn.Linear(2048, 2048).cuda()"
 SHARED = "import threading\nlocal, meet = threading.local(), threading.Barrier(3)\n"
 WORK = "def work():\n    local.model = net(1024)\n    meet.wait()\n    meet.wait()"
+LLAMA_TRAINED = (
+    "from transformers import LlamaConfig, LlamaForCausalLM\nmodel = LlamaForCausalLM(LlamaConfig(vocab_size=500, "
+    "hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4)).cuda()\n"
+    "opt = torch.optim.SGD(model.parameters(), lr=0.1)\nids = torch.randint(0, 500, (16, 512), device='cuda')"
+)
 NORMED = "from torch.nn.utils.parametrizations import weight_norm\nstep = weight_norm(nn.Linear(1024, 1024)).cuda()"
 GUILTY += [
     Case(
@@ -1118,6 +1123,12 @@ GUILTY += [
         ("", "a = [mib(100) for _ in range(20)]"),
         "cuda:1 is free, 1,024 MiB",
         "2xvirtual:1GiB,torch=2.13",
+    ),
+    Case(
+        "without_checkpointing",
+        (LLAMA_TRAINED, "model(input_ids=ids, labels=ids).loss.backward()"),
+        "The layers of `model` keep",
+        "virtual:1GiB,torch=2.13",
     ),
     Case("widened_weights", ("model = net(1024).half()", "model.float()"), "from float16 to float32"),
     Case(

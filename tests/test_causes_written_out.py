@@ -499,3 +499,64 @@ def test_what_each_turn_uses_again_is_no_cached_memory_to_wonder_about() -> None
     with notebook("T4") as book:
         assert "only_cached" not in names(book.measured(f"for _ in range(3):\n    {turn}"))
         assert "only_cached" in names(book.measured(turn.replace("    ", "")))
+
+
+CAUGHT = """
+def bad(n):
+    big = mib(n)
+    raise ValueError("no")
+errors = []
+for n in (50, 60):
+    try:
+        bad(n)
+    except ValueError as error:
+        errors.append(error)
+"""
+
+
+def test_errors_in_a_list_are_told_with_what_to_keep_in_their_place() -> None:
+    with notebook("T4") as book:
+        cause = named(book.measured(CAUGHT), "kept_errors")
+        assert cause.text == (
+            "`errors` (line 11, `errors.append(error)`) keeps 2 caught errors: their tracebacks hold the local variables of the "
+            "functions that failed: 110 MiB, in `big` of bad()."
+        )
+        assert (
+            cause.remedy == "Keep the text (`str(error)`), or `error.with_traceback(None)`; `del errors` frees 110 MiB."
+        )
+
+
+def test_what_the_answer_says_of_missing_room_is_not_said_again() -> None:
+    with notebook("virtual:1GiB,context=0MiB") as book:
+        short = render(book.measured("a = mib(900)\nb = mib(200)"), width=1000)
+        assert short.startswith("Out of memory at line 3, 76.0 MiB short: 900 MiB are one")
+        assert "perfect packing" not in short
+        assert short.count("76.0 MiB") == 1
+        beyond = render(book.measured("c = mib(2000)"), width=1000)
+    assert "Too big for the device: it has 1,024 MiB in all." in beyond
+
+
+def test_what_transformers_could_compute_once_more_is_told_where_memory_runs_out_and_it_fits_then() -> None:
+    pytest.importorskip("peft")
+    cell = (
+        "from transformers import LlamaConfig, LlamaForCausalLM\nfrom peft import LoraConfig, get_peft_model\n"
+        "config = LlamaConfig(vocab_size=500, hidden_size=256, intermediate_size=512, num_hidden_layers=8, "
+        "num_attention_heads=4)\nmodel = get_peft_model(LlamaForCausalLM(config), LoraConfig(target_modules=['q_proj'])).cuda()\n"
+        "opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)\n"
+        "ids = torch.randint(0, 500, (16, 512), device='cuda')"
+    )
+    step = "model(input_ids=ids, labels=ids, use_cache=False).loss.backward()"
+    with notebook("virtual:1GiB,context=0MiB") as book:
+        book.cell(cell)
+        remedy = named(book.measured(step), "without_checkpointing").remedy
+        assert remedy.startswith("`model.gradient_checkpointing_enable()` keeps each layer's input alone")
+    with notebook("virtual:1GiB,context=0MiB") as book:
+        book.cell(cell)
+        report = book.measured(f"model.gradient_checkpointing_enable()\n{step}")
+    assert report.to_dict()["error"] is None
+    with notebook("virtual:1GiB,context=0MiB") as book:
+        book.cell(cell)
+        # Nothing is kept where nothing is trained.
+        book.cell("room = mib(900)")
+        inference = f"with torch.no_grad():\n    {step.partition('.backward')[0]}"
+        assert "without_checkpointing" not in names(book.measured(inference))

@@ -117,6 +117,7 @@ DETECTORS: tuple[Detector, ...] = (
     training.optimizer_temporaries,
     settings.idle_checkpointing,
     settings.checkpointed_whole,
+    settings.without_checkpointing,
     settings.checkpointed_for_nothing,
     settings.wide_inference,
     settings.autocast_copies,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from math import prod
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import module_of, quoted
-from gpumem_magic.owners.model import size_of
+from gpumem_magic.causes.places import MODULE, module_of, quoted
+from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
-from gpumem_magic.report.failure import is_of_memory
+from gpumem_magic.report.failure import failed_request, is_of_memory
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, counted, human, listed
@@ -20,6 +21,9 @@ _LARGE = 64 * MIB
 # So many parts that are recomputed.
 _PIECES = 3
 _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward", "_embedding_bag_backward"})
+_MODEL = "transformers.modeling_utils.PreTrainedModel"
+# A program with this knows of it.
+_CHECKPOINTS = re.compile(r"checkpointing|utils\.checkpoint")
 # Weights of which one may ask why they are so many bytes.
 _MANY_WEIGHTS = 1024 * MIB
 
@@ -37,6 +41,31 @@ def idle_checkpointing(scene: Scene) -> Iterator[Cause]:
         f"`{name}.train()` before training makes it work.",
         kept,
     )
+
+
+def without_checkpointing(scene: Scene) -> Iterator[Cause]:
+    """Memory ran out in a training of one of transformers' models, most of it for layers that could be recomputed."""
+    models = [at for one in scene.held if one.kind == "parameter" for at in one.trail[:1] if _is_of_transformers(one)]
+    if failed_request(scene.report) is None or not models or scene.program.matches_any(_CHECKPOINTS):
+        return
+    training = any(span.graph or span.failed for span in scene.spans(FORWARD)) and scene.holdings.optimized
+    kept = scene.living_in(scene.moment, "activations")
+    if not training or scene.spans(RECOMPUTATION) or 2 * size_of(kept) < scene.report.peak.allocated:
+        return
+    name = quoted(models[0].place)
+    yield Cause(
+        "without_checkpointing",
+        f"The layers of {name} keep {human(size_of(kept))} of activations for backward.",
+        f"`{models[0].place}.gradient_checkpointing_enable()` keeps each layer's input alone, and computes the rest once more.",
+        size_of(kept),
+        describes=True,
+    )
+
+
+def _is_of_transformers(one: Held) -> bool:
+    """Whether one of transformers' models, which have a switch for it, has the parameter, in an object with a name."""
+    model = any(_MODEL in at.bases for at in one.trail)
+    return model and MODULE in one.trail[0].bases and quoted(one.trail[0].place).startswith("`")
 
 
 def checkpointed_whole(scene: Scene) -> Iterator[Cause]:
