@@ -274,10 +274,11 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     found, failures = answers_of(DETECTORS, scene)
     failed = scene.report.error is not None
     found = [replace(one, describes=one.describes or _describes(one.name, failed)) for one in found]
+    # (However little the gradients are.)
+    found = _with_what_is_shared(found)
     found = [one for one in found if one.describes or one.name in _GROWING or scene.is_large(one.bytes)]
     names = {one.name for one in found}
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
-    found = _with_what_is_shared(found)
     found = [one for one in found if not _is_the_same(one, found) and not _is_told_with(one, found)]
     if scene.report.error is None and any(not one.describes for one in found):
         found = [one for one in found if one.name not in (_LAST, _SOUND)]

@@ -12,7 +12,15 @@ from dataclasses import dataclass, replace
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.program import Written
-from gpumem_magic.owners.model import DEFAULT_ARGUMENT, OF_FUNCTION, THIS_ERROR, Held, Station, size_of
+from gpumem_magic.owners.model import (
+    CLOSURE_VARIABLE,
+    DEFAULT_ARGUMENT,
+    OF_FUNCTION,
+    THIS_ERROR,
+    Held,
+    Station,
+    size_of,
+)
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import counted, human
 
@@ -282,8 +290,8 @@ def release(scene: Scene, spot: Spot) -> str:
         return f"`del {', '.join(spot.names)}` frees {human(size_of(scene.freed(numbers)))}"
     roots = {one.roots for one in spot.held}
     number, *others = roots.pop()
-    if scene.holdings.roots[number].type == _FUNCTION:
-        # Nobody lets go of a function for what it keeps.
+    if scene.holdings.roots[number].type == _FUNCTION and spot.place.startswith(CLOSURE_VARIABLE):
+        # Nobody lets go of a decorated function for what its decorator keeps.
         return ""
     if not roots and not others and (statement := scene.holdings.roots[number].statement):
         freed = size_of(scene.freed([number]))

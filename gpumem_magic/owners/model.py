@@ -17,8 +17,8 @@ FREE_TRACEBACK = "%gpumem_free traceback"
 # The root of the error that is on its way out now: it goes by itself, once nobody looks at it.
 THIS_ERROR = "this error's traceback"
 # The place of what a function calls its own: ``local `outs[0]` of run(), in this error's traceback``.
-DEFAULT_ARGUMENT = "default argument"
-_OWN = rf"(?:local|closure variable|{DEFAULT_ARGUMENT}) `(?P<variable>[^`]*)`"
+DEFAULT_ARGUMENT, CLOSURE_VARIABLE = "default argument", "closure variable"
+_OWN = rf"(?:local|{CLOSURE_VARIABLE}|{DEFAULT_ARGUMENT}) `(?P<variable>[^`]*)`"
 OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTALL)
 _HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
 # In a graph, what a custom function keeps itself: ``graph of loss: ctx.extra of swish``.

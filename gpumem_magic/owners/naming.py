@@ -30,7 +30,7 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners import autograd
-from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, OF_FUNCTION, ON_CTX, Root
+from gpumem_magic.owners.model import A_LEAF, CLOSURE_VARIABLE, DEFAULT_ARGUMENT, OF_FUNCTION, ON_CTX, Root
 from gpumem_magic.owners.traversal import Traversal
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
@@ -174,7 +174,9 @@ class Namer:
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
             # (What a decorator has put around a function goes by that one's name.)
             inner = dict.get(holder.__dict__, "__wrapped__")
-            return {id(cell): "" if _holds(cell, inner) else f" closure variable `{name}`" for name, cell in cells} | {
+            return {
+                id(cell): "" if _holds(cell, inner) else f" {CLOSURE_VARIABLE} `{name}`" for name, cell in cells
+            } | {
                 id(holder.__defaults__): "",
                 id(holder.__kwdefaults__): "",
                 id(holder.__dict__): "",
