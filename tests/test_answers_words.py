@@ -181,7 +181,7 @@ def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) ->
     )
     said = answer(book, code)
     book.cell("%gpumem_free")
-    assert " MiB are parameters of `self`. Wanted 128 MiB" in said
+    assert re.search(r" MiB are parameters made by `self\.weight = .*` \(.*\)\. Wanted 128 MiB", said), said
 
 
 def test_conversion_by_swapping_works_while_parameters_are_registered(book: Notebook) -> None:
@@ -302,9 +302,7 @@ def test_a_model_whose_constructor_fails_is_told_by_the_line_that_makes_its_laye
             "        self.first = nn.Linear(512, 512)\n        self.layers = nn.Sequential(*[Layer() for _ in range(50)])"
         )
         said = book.measured("with torch.device('cuda'):\n    model = Net()").answer
-    assert re.search(
-        r"are parameters made by `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\), of [\d.]+ MiB in all", said
-    ), said
+    assert re.search(r"are parameters made by `model = Net\(\)` \(line 3: In \[\d+\]:4 __init__\)\. Wanted", said), said
 
 
 LOGGED = """

@@ -4,6 +4,7 @@ that a parametrization computes anew in each call."""
 from __future__ import annotations
 
 import re
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -19,7 +20,7 @@ from gpumem_magic.units import human
 
 _SEVERAL = 3
 _HALVES = frozenset({"float16", "bfloat16"})
-_LOCAL = "_thread._local"
+_LOCAL = f"{threading.local.__module__}.{threading.local.__name__}"
 _PARAMETRIZED = re.compile(r"^(?P<module>.*)\.parametrizations\.(?P<name>\w+)\.original\d*$")
 _ASKS_FOR_FLOAT32 = re.compile(r"\.float\(|float32")
 # What a library's function that widens weights is for.

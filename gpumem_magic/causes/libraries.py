@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import tee
 
 from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.owners.model import Station
@@ -19,7 +20,7 @@ _ADVICE = {
         "`itertools.cycle` keeps all that it has given, to give it again: `del {0}` lets go of it, and a generator with "
         "`while True: yield from loader` keeps none"
     ),
-    "itertools._tee": (
+    f"itertools.{type(tee(())[0]).__name__}": (
         "`itertools.tee` keeps what one of its iterators has given until the others have given it, too: `del {0}` lets go of it"
     ),
     f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
