@@ -29,6 +29,14 @@ def gate(x):
 def dropout_layer(X, dropout=0.5):
     mask = (torch.rand(X.shape, device=X.device) > dropout).float()
     return mask * X / (1.0 - dropout)
+class LayerNorm(nn.Module):
+    def forward(self, x):
+        mean, std = x.mean(-1, keepdim=True), x.std(-1, keepdim=True)
+        return 2 * (x - mean) / (std + 1e-6) + 1
+def rmse(x):
+    return x + ((x - 1) ** 2).mean(-1).sqrt()[:, None]
+def draws(x):
+    return x / (1 - 0.1) if torch.rand(1) > 0.5 else x / (1 - 0.2)
 class Norm(nn.Module):
     def forward(self, x):
         h = x.float()
@@ -48,6 +56,7 @@ TRAINED = "model = {model}\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\nx
         ("swish", "`swish()` (In [3], line 14) is SiLU", "F.silu"),
         ("mish", "`mish()` (In [3], line 16) is Mish", "F.mish"),
         ("dropout_layer", "`dropout_layer()` (In [3], line 20) is dropout", "F.dropout"),
+        ("LayerNorm()", "`LayerNorm` (In [3], line 24) is layer norm", "F.layer_norm"),
     ],
 )
 def test_what_is_written_out_is_named_with_pytorchs_own(act: str, name: str, instead: str) -> None:
@@ -58,7 +67,7 @@ def test_what_is_written_out_is_named_with_pytorchs_own(act: str, name: str, ins
     assert instead in cause.remedy
 
 
-@pytest.mark.parametrize("act", ["nn.GELU()", "nn.SiLU()", "gate", "nn.Dropout(0.5)"])
+@pytest.mark.parametrize("act", ["nn.GELU()", "nn.SiLU()", "gate", "nn.Dropout(0.5)", "rmse", "draws"])
 def test_nothing_is_written_out_where_pytorchs_own_is_used_or_there_is_none(act: str) -> None:
     with notebook("T4") as book:
         book.cell(BLOCKS)
@@ -68,6 +77,7 @@ def test_nothing_is_written_out_where_pytorchs_own_is_used_or_there_is_none(act:
 @pytest.mark.parametrize(
     ("fused", "less"),
     [
+        ("lambda x: F.layer_norm(x, x.shape[-1:])", "LayerNorm()"),
         ("lambda x: F.gelu(x, approximate='tanh')", "gelu"),
         ("F.silu", "swish"),
         ("F.mish", "mish"),
@@ -87,7 +97,7 @@ def test_a_norm_that_is_written_out_in_float32_takes_more_than_pytorchs_own() ->
         report = book.measured("train(Norm(), torch.float16)")
         own = book.measured("train(lambda x: F.rms_norm(x, x.shape[-1:], None, 1e-6), torch.float16)")
     cause = named(report, "written_out")
-    assert cause.text.startswith("`Norm` (In [3], line 24) is RMSNorm written out"), cause.text
+    assert cause.text.startswith("`Norm` (In [3], line 32) is RMSNorm written out"), cause.text
     assert "F.rms_norm" in cause.remedy
     assert "written_out" not in names(own)
     assert own.to_dict()["peak"]["allocated"] < report.to_dict()["peak"]["allocated"]

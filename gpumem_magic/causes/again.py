@@ -97,6 +97,9 @@ def widened_weights(scene: Scene) -> Iterator[Cause]:
         width = pairs[0][1].inputs[0][1]
         # (Who writes so means it.)
         meant_so = _ASKS_FOR_FLOAT32.search(statement) is not None
+        if meant_so and any((one.device, one.address) in scene.holdings.optimized for one in its):
+            # An optimizer's own copies, of which 16 bits would lose small steps.
+            continue
         meant = "; it is meant for weights in 8 or 4 bits" if _FOR_FEW_BITS.search(statement) else ""
         yield Cause(
             "widened_weights",

@@ -1,7 +1,7 @@
 """What PyTorch has one operator for, written out: each step's result is kept for backward, where the operator keeps its input.
 
-What these keep: tools/autograd/derivatives.yaml (``gelu``, ``silu``, ``mish``, ``native_dropout``, ``_fused_rms_norm``, the last
-since 2.9).
+What these keep: tools/autograd/derivatives.yaml (``gelu``, ``silu``, ``mish``, ``native_dropout``, ``native_layer_norm``, and
+``_fused_rms_norm`` since 2.9).
 """
 
 from __future__ import annotations
@@ -29,8 +29,15 @@ _MEAN_OF_SQUARES = re.compile(
     r"(pow\(2(\.0)?\)|square\(\)|\*\* 2\)?|pow\(\w+, 2\)|square\(\w+\))(\.|, )?.*mean\(|mean\(.*\*\* 2"
 )
 _ROOT = re.compile(r"sqrt\(")
-_DRAWN = re.compile(r"\b(rand|rand_like|bernoulli|empty_like)\b.*[<>]|bernoulli")
+# Of each row, as layers are normed; not of a batch, nor of all of a loss.
+_OVER_ROWS = re.compile(r"\b(?:mean|var|std|var_mean)\((?:[^()]|\([^()]*\))*-1[^()]*keepdim=True")
+_LESS_THE_MEAN = re.compile(r"- \w*(?:mean|mu)\w*\b|- \w+\.mean\(")
+_SPREAD = re.compile(r"\b(?:var|std|var_mean)\(")
+_DRAWS = frozenset({"rand", "rand_like", "bernoulli", "bernoulli_"})
 _SCALED = re.compile(r"/ \(?1(\.0)? - |/ \w*keep|/ self\.keep")
+
+
+_Key = tuple[str, int, int]
 
 
 class _OneOperator(NamedTuple):
@@ -45,13 +52,18 @@ def written_out(scene: Scene) -> Iterator[Cause]:
     """An activation, a norm or a dropout in several operators, of which each keeps something for backward."""
     if scene.tensors is None:
         return
-    groups: dict[tuple[str, int, int], list[tuple[Allocation, CodePlace]]] = defaultdict(list)
-    pieces: dict[tuple[str, int, int], _Piece] = {}
+    groups: dict[_Key, list[tuple[Allocation, CodePlace]]] = defaultdict(list)
+    pieces: dict[_Key, _Piece] = {}
+    # (One place makes many.)
+    looked: dict[CodePlace, _Piece | None] = {}
     for one in scene.living_in(scene.moment, "activations"):
         birth = scene.tensors.birth_of(one)
         place = birth.place if birth is not None and not birth.node else None
-        piece = _piece_at(scene, place) if place is not None and place.file == place.own_file else None
-        if piece is not None and place is not None:
+        if place is None or place.file != place.own_file:
+            continue
+        if place not in looked:
+            looked[place] = _piece_at(scene, place)
+        if (piece := looked[place]) is not None:
             pieces[piece.key] = piece
             groups[piece.key].append((one, place))
     found = sorted(((_on_the_way(its), key) for key, its in groups.items()), key=lambda pair: -size_of(pair[0]))
@@ -73,7 +85,7 @@ def written_out(scene: Scene) -> Iterator[Cause]:
 class _Piece(NamedTuple):
     """A statement, or a short function: its text, first and last line are the key. name: how it is told."""
 
-    key: tuple[str, int, int]
+    key: _Key
     name: str
     place: Written
     known: _OneOperator
@@ -148,14 +160,37 @@ def _argument(node: ast.expr, names: tuple[str, ...]) -> ast.expr | None:
     return node
 
 
+def _is_layer_norm(code: ast.AST) -> bool:
+    words = ast.unparse(code)
+    spread = _SPREAD.search(words) or (_MEAN_OF_SQUARES.search(words) and _ROOT.search(words))
+    return bool(spread and _OVER_ROWS.search(words) and _LESS_THE_MEAN.search(words))
+
+
 def _is_rms_norm(code: ast.AST) -> bool:
     words = ast.unparse(code)
-    return _MEAN_OF_SQUARES.search(words) is not None and _ROOT.search(words) is not None
+    return bool(_MEAN_OF_SQUARES.search(words) and _OVER_ROWS.search(words) and _ROOT.search(words))
 
 
 def _is_dropout(code: ast.AST) -> bool:
-    words = ast.unparse(code)
-    return _DRAWN.search(words) is not None and _SCALED.search(words) is not None
+    """What is drawn is compared, or drawn as 0 and 1, and multiplied; and the rest is scaled up."""
+    masks = {
+        target.id
+        for node in ast.walk(code)
+        if isinstance(node, ast.Assign) and _is_drawn(node.value)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    multiplied = any(
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mult)
+        and any(_is_drawn(one) or (isinstance(one, ast.Name) and one.id in masks) for one in (node.left, node.right))
+        for node in ast.walk(code)
+    )
+    return multiplied and _SCALED.search(ast.unparse(code)) is not None
+
+
+def _is_drawn(value: ast.AST) -> bool:
+    return any(isinstance(node, ast.Call) and called(node) in _DRAWS for node in ast.walk(value))
 
 
 def _is_label_smoothing(code: ast.AST) -> bool:
@@ -170,6 +205,11 @@ _OPERATORS = (
     ),
     _OneOperator(
         lambda code: _times_a_function_of_itself(code, "sigmoid"), "SiLU", "`F.silu(x)` keeps its input alone"
+    ),
+    _OneOperator(
+        _is_layer_norm,
+        "layer norm",
+        "`F.layer_norm(x, x.shape[-1:], weight, bias, eps)` keeps its input as it is, and two numbers a row",
     ),
     _OneOperator(
         _is_rms_norm,
