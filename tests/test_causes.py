@@ -1880,6 +1880,21 @@ GUILTY += [
         "virtual:3GiB",
     ),
     Case(
+        "attention_scores",
+        (
+            ONLY_MATH + "k = q[:, :4]",
+            "out = nn.functional.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)",
+        ),
+        "PyTorch took its plain kernel here, and the fused ones store none: flash attention wants a card of Ampere's generation "
+        "or a newer one, the memory-efficient kernel as many heads of keys and values as of queries, without `enable_gqa`.",
+        "T4",
+    ),
+    Case(
+        "attention_scores",
+        ("q = torch.randn(16, 8192, 64, device='cuda')", "out = nn.functional.scaled_dot_product_attention(q, q, q)"),
+        "the fused ones store none: they want four dimensions (batch, heads, length, features) and one type.",
+    ),
+    Case(
         "one_hot",
         (
             'table = nn.Linear(9000, 64).cuda()\ny = torch.randint(0, 9000, (4096,), device="cuda")',

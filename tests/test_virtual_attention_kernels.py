@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from asked_for import made
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import gpumem_magic
 from gpumem_magic.virtual import gpu
 
 MIB = 1 << 20
@@ -221,3 +222,38 @@ def test_flash_counts_the_multiprocessors_twice_since_2_5(version: str, parts: i
     sums = 16 * 4
     made_here = made(lambda: F.scaled_dot_product_attention(query, key, key))
     assert made_here == [2 * 8 * 64 * 2, sums, parts * sums, parts * sums * 64]
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "wanted"),
+    [
+        ("T4", {"dtype": torch.bfloat16}, "float16 or float32"),
+        ("A100-40GB", {"dtype": torch.float64}, "16-bit numbers"),
+        ("A100-40GB", {"size": 300}, "at most 256"),
+        ("A100-40GB", {"size": 60, "dtype": torch.float32, "keys": 2}, "as many heads"),
+    ],
+)
+def test_what_the_plain_kernel_is_taken_for_is_noted_with_what_it_allocates(
+    device: str, changes: dict[str, Any], wanted: str
+) -> None:
+    gpu.turn_on(device)
+    keys = changes.pop("keys", 4)
+    query, key, value = tensors(**changes)
+    with gpumem_magic.measure() as measured:
+        out = F.scaled_dot_product_attention(query, key[:, :keys], value[:, :keys], enable_gqa=keys < 4)
+    recording = measured.report.source.recording
+    births = recording.logs[0].births.values()
+    assert {wanted in birth.why for birth in births if birth.shape and birth.shape[-2:] == (1024,) * 2} == {True}
+    del out
+
+
+def test_who_repeats_grouped_keys_gets_the_memory_efficient_kernel() -> None:
+    """As is said where `enable_gqa` kept it away."""
+    gpu.turn_on("T4")
+    query, key, value = tensors()
+    with gpumem_magic.measure() as measured:
+        key, value = (one[:, :2].repeat_interleave(2, 1) for one in (key, value))
+        F.scaled_dot_product_attention(query, key, value)
+    births = measured.report.source.recording.logs[0].births.values()
+    assert not any(birth.why for birth in births)
+    assert not any(birth.shape and birth.shape[-2:] == (1024, 1024) for birth in births)

@@ -193,11 +193,11 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     length = scores[0][1] if scores else 0
     birth = next((births[one.born] for one, _ in scores if one.born in births), None)
     # (Where memory ran out, the last graph that a backward looked at may have been of another batch.)
-    seen = bool(scene.saved) and scene.report.error is None
-    if not sizes and (made := _scores_that_failed(scene) or (None if seen else _scores_at(scene))) is not None:
+    least, seen = scene.part_of_peak(10), bool(scene.saved) and scene.report.error is None
+    if sum(sizes) < least and (made := _scores_that_failed(scene) or (None if seen else _scores_at(scene))) is not None:
         birth, sizes, length = made
     where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
-    if not sizes or sum(sizes) < scene.part_of_peak(10):
+    if not sizes or sum(sizes) < least:
         return
     yield Cause(
         "attention_scores",
@@ -265,17 +265,16 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
     at = f" (`{place.expression}`{f', {line}' if line else ''})" if place.expression else f" ({line})" if line else ""
     if birth.operator == "multi_head_attention_forward":
         return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
-    if "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
+    if birth.why or "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
         if (asked := _ONLY_PLAIN.search(scene.typed)) is not None:
             return (
                 at,
                 f"`{asked[0]}` asks for PyTorch's plain kernel: without it, a fused one is taken, which stores none.",
             )
-        return (
-            at,
-            "PyTorch took its plain kernel here: the fused ones, which store none, want inputs of four dimensions "
-            "(batch, heads, length, features), and most of them 16-bit numbers.",
+        reason = birth.why or (
+            "they want inputs of four dimensions (batch, heads, length, features), and most of them 16-bit numbers"
         )
+        return at, f"PyTorch took its plain kernel here, and the fused ones store none: {reason}."
     if "eager" in place.function:
         if _ASKED_FOR.search(scene.typed):
             return at, '`output_attentions=True` asks for them: without it, `attn_implementation="sdpa"` stores none.'

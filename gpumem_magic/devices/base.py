@@ -86,7 +86,7 @@ class Birth(NamedTuple):
     shape: None for what a kernel works with. inputs: (shape, type) of its tensors, `MOST_INPUTS` at most; 1 for a dimension that
     is only expanded. node: of autograd's graph, where a backward made it; place is then that of the forward, as far as that is
     known. sharing: the functions of PyTorch's that share parameters among ranks, pass on between stages of a pipeline, or move a
-    module's tensors, which asked for it, the innermost first."""
+    module's tensors, which asked for it, the innermost first. why: in words, why the operator goes no way that takes less."""
 
     operator: str
     kernel: str
@@ -96,6 +96,7 @@ class Birth(NamedTuple):
     place: CodePlace | None
     node: str = ""
     sharing: tuple[str, ...] = ()
+    why: str = ""
 
 
 class Padded(NamedTuple):

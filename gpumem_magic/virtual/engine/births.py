@@ -135,13 +135,14 @@ class Births:
             what = answer or (self._kernel(call[0]), _inputs(call))
         # As PyTorch has them, which costs little; in Python's numbers and words once for all alike.
         look = None if tensor is None else _look(tensor)
-        key = what, look, way, name, forward
+        key = what, look, way, name, forward, STATE.why
         birth = self._births.get(key)
         if birth is None:
             if len(self._births) > _MOST:
                 self._births.clear()
             kernel = maker if call is None else self._kernel(call[0])
-            birth = self._births[key] = _birth(kernel, look, () if call is None else _inputs(call), way, name, forward)
+            inputs = () if call is None else _inputs(call)
+            birth = self._births[key] = _birth(kernel, look, inputs, way, name, forward, STATE.why)
         return birth
 
     def _kernel(self, func: Any) -> str:
@@ -293,7 +294,13 @@ def _collect(values: Any, found: list[tuple[Any, ...]]) -> None:
 
 
 def _birth(
-    kernel: str, look: Any, inputs: tuple[tuple[Any, ...], ...], way: _Path, node: str, forward: _Forward | None
+    kernel: str,
+    look: Any,
+    inputs: tuple[tuple[Any, ...], ...],
+    way: _Path,
+    node: str,
+    forward: _Forward | None,
+    why: str,
 ) -> Birth:
     function, place = way.function, way.place
     if not way.in_engine:
@@ -312,6 +319,7 @@ def _birth(
         place,
         node,
         way.sharing,
+        why,
     )
 
 

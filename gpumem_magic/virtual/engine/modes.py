@@ -48,8 +48,8 @@ class ThreadState(threading.local):
 
     how the memory that it asks for next came to be wanted (`DeviceLog.origins`), how far autograd had counted its nodes when
     one was last noted, a list for the operators that run, where somebody listens, and who does so for all of them, (operator,
-    what it gives) where that is known before C++ asks, a list for the words of errors, where C++ would lose them, and of the
-    generated code that runs, line -> the program's place that it is for.
+    what it gives) where that is known before C++ asks, a list for the words of errors, where C++ would lose them, of the
+    generated code that runs, line -> the program's place that it is for, and why an operator goes the way that it goes.
     """
 
     in_kernel = False
@@ -63,6 +63,7 @@ class ThreadState(threading.local):
     given: tuple[Any, Any] | None = None
     words: list[str] | None = None
     generated_lines: Mapping[int, CodePlace] = MappingProxyType({})
+    why = ""
 
     def note_error(self, error: Exception) -> None:
         if self.words is not None:
@@ -299,6 +300,16 @@ class ThreadFlag(threading.local):
             yield
         finally:
             self.is_up = before
+
+
+@contextmanager
+def because(why: str) -> Iterator[None]:
+    """Why this thread goes the way that it goes inside, where there are others: noted with what it allocates (`Birth.why`)."""
+    before, STATE.why = STATE.why, why
+    try:
+        yield
+    finally:
+        STATE.why = before
 
 
 # What a compiler tries kernels with.

@@ -25,12 +25,13 @@ import torch.nn.functional as F
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.units import listed
 from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.mismatch import type_of_c
-from gpumem_magic.virtual.engine.modes import ThreadFlag
+from gpumem_magic.virtual.engine.modes import ThreadFlag, because
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 
@@ -46,6 +47,10 @@ FLASH, EFFICIENT, MATH, CUDNN = "flash", "efficient", "math", "cudnn"
 # The numbers of `torch.nn.attention.SDPBackend`.
 _KERNELS = {0: MATH, 1: FLASH, 2: EFFICIENT, 3: CUDNN}
 _USUAL_ORDER = (1, 2, 0, 3)
+# What kernels want, in words.
+_SWITCHED_ON = "to be switched on"
+_HEADS = "as many heads of keys and values as of queries"
+_OF_ONE_KIND = "four dimensions (batch, heads, length, features) and one type"
 # What sets a variable (`c10::utils::check_env`).
 _SET = ("1", "ON", "YES", "TRUE", "true", "yes", "on")
 # Where cuDNN may come first; since when it is not taken with dropout, nor for so many samples. (The wheel of 2.13 leaves these to
@@ -90,47 +95,81 @@ def fitting(
     dropout: float = 0.0,
 ) -> set[str]:
     """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn"."""
-    capability = gpu.capability
+    lacking = unmet(gpu, query, key, value, mask, is_causal, enable_gqa, dropout)
+    fits = {kernel for kernel, wants in lacking.items() if not wants}
+    return fits | {MATH} if torch.backends.cuda.math_sdp_enabled() else fits
+
+
+def unmet(
+    gpu: Chooser,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    dropout: float = 0.0,
+) -> dict[str, list[str]]:
+    """What each fused kernel wants and does not get, in words."""
     same_kind = query.dtype == key.dtype == value.dtype and query.dim() == key.dim() == value.dim() == 4
-    # (`check_nonzero_sequence_lengths_dense` in ``sdp_utils_cpp.h``: without samples or heads the fused kernels run.)
-    not_empty = same_kind and query.shape[-2] and key.shape[-2]
+    if not same_kind:
+        return {kernel: [_OF_ONE_KIND] for kernel in (FLASH, EFFICIENT, CUDNN)}
+    capability = gpu.capability
+    lengths, other_lengths = query.shape[-2], key.shape[-2]
+    batches = query.shape[0] == key.shape[0] == value.shape[0]
+    heads = query.shape[1] == key.shape[1] == value.shape[1]
+    size, size_of_values = query.shape[-1], value.shape[-1]
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    # (`check_last_dim_stride_equals_1_dense` in ``sdp_utils_cpp.h``; a permuted bias of T5's is not so.)
-    dense = dense and (mask is None or mask.stride(-1) == 1)
-    fits = {MATH} if torch.backends.cuda.math_sdp_enabled() else set()
-    if not_empty and dense:
-        batches = query.shape[0] == key.shape[0] == value.shape[0]
-        heads = query.shape[1] == key.shape[1] == value.shape[1]
-        same_size = query.shape[-1] == key.shape[-1] == value.shape[-1] <= 256
-        if torch.backends.cuda.flash_sdp_enabled() and batches and (heads or enable_gqa):
-            square = not is_causal or query.shape[-2] == key.shape[-2]
-            if capability >= (8, 0) and query.dtype in HALF and mask is None and same_size and square:
-                fits.add(FLASH)
-        if torch.backends.cuda.mem_efficient_sdp_enabled() and batches and heads:
-            kinds = (*HALF, torch.float32) if capability >= (8, 0) else (torch.float16, torch.float32)
-            step = _alignment(capability, query.dtype)
-            aligned = query.shape[-1] % step == 0 and value.shape[-1] % step == 0
-            # (`check_head_dim_size_mem_efficient` in ``sdp_utils.cpp``.)
-            aligned = aligned and query.shape[-1] == key.shape[-1]
-            if query.dtype in kinds and aligned:
-                fits.add(EFFICIENT)
-        if torch.backends.cuda.cudnn_sdp_enabled() and batches and (heads or enable_gqa):
-            sizes = (query.shape[-1], value.shape[-1])
-            # (The heads of DeepSeek's models are let pass on Blackwell.)
-            most = 192 if capability[0] == 10 and sizes == (192, 128) else 256 if capability == (9, 0) else 128
-            sized = all(size % 8 == 0 and size <= most for size in sizes)
-            several = key.shape[2] != 1 and (query.shape[2] != 1 or not dropout)
-            if gpu.version >= _NARROWER_FROM:
-                several = several and not dropout and query.shape[0] <= _MOST_SAMPLES
-            # (`check_attn_mask_shape` in ``sdp_utils_cpp.h``: for each query, or each sample's head and query.)
-            masked_so = mask is None or (mask.dim() in (2, 4) and not mask.requires_grad)
-            settled = (
-                torch.are_deterministic_algorithms_enabled()
-                and not torch.is_deterministic_algorithms_warn_only_enabled()
-            )
-            if capability >= (8, 0) and query.dtype in HALF and sized and several and masked_so and not settled:
-                fits.add(CUDNN)
-    return fits
+    of_all = [
+        # (`check_nonzero_sequence_lengths_dense` in ``sdp_utils_cpp.h``: without samples or heads the fused kernels run.)
+        (bool(lengths and other_lengths), "sequences that are not empty"),
+        # (`check_last_dim_stride_equals_1_dense` in ``sdp_utils_cpp.h``; a permuted bias of T5's is not so.)
+        (dense and (mask is None or mask.stride(-1) == 1), "rows whose numbers lie next to each other"),
+        (batches, "keys and values for each sample"),
+    ]
+    grouped = [*of_all, (heads or enable_gqa, _HEADS)]
+    half, recent = query.dtype in HALF, capability >= (8, 0)
+    wants = {
+        FLASH: [
+            (torch.backends.cuda.flash_sdp_enabled(), _SWITCHED_ON),
+            *grouped,
+            (recent, "a card of Ampere's generation or a newer one"),
+            (half, "16-bit numbers"),
+            (mask is None, "no mask but `is_causal`"),
+            (size == key.shape[-1] == size_of_values <= 256, "heads of one size, at most 256"),
+            (not is_causal or lengths == other_lengths, "as many keys as queries with `is_causal`"),
+        ]
+    }
+    kinds = (*HALF, torch.float32) if recent else (torch.float16, torch.float32)
+    step = _alignment(capability, query.dtype)
+    wants[EFFICIENT] = [
+        (torch.backends.cuda.mem_efficient_sdp_enabled(), _SWITCHED_ON),
+        *of_all,
+        (heads, f"{_HEADS}, without `enable_gqa`" if enable_gqa else _HEADS),
+        (query.dtype in kinds, "float16 or float32" if not recent else "16-bit numbers or float32"),
+        # (`check_head_dim_size_mem_efficient` in ``sdp_utils.cpp``.)
+        (size % step == 0 and size_of_values % step == 0, f"heads whose size is a multiple of {step}"),
+        (size == key.shape[-1], "heads of one size"),
+    ]
+    # (The heads of DeepSeek's models are let pass on Blackwell.)
+    sizes = size, size_of_values
+    most = 192 if capability[0] == 10 and sizes == (192, 128) else 256 if capability == (9, 0) else 128
+    several = key.shape[2] != 1 and (query.shape[2] != 1 or not dropout)
+    if gpu.version >= _NARROWER_FROM:
+        several = several and not dropout and query.shape[0] <= _MOST_SAMPLES
+    settled = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    wants[CUDNN] = [
+        (torch.backends.cuda.cudnn_sdp_enabled(), _SWITCHED_ON),
+        *grouped,
+        (recent, "a card of Ampere's generation or a newer one"),
+        (half, "16-bit numbers"),
+        (all(one % 8 == 0 and one <= most for one in sizes), f"heads whose size is a multiple of 8, at most {most}"),
+        (several, "more than one key"),
+        # (`check_attn_mask_shape` in ``sdp_utils_cpp.h``: for each query, or each sample's head and query.)
+        (mask is None or (mask.dim() in (2, 4) and not mask.requires_grad), "a mask of two or four dimensions"),
+        (not settled, "algorithms that need not be deterministic"),
+    ]
+    return {kernel: [words for is_met, words in asked if not is_met] for kernel, asked in wants.items()}
 
 
 def order(gpu: Chooser) -> list[str]:
@@ -197,15 +236,17 @@ class Attention:
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)
-        kernel = first_of(fitting(gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p), gpu)
+        asked = gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p
+        kernel = first_of(fitting(*asked), gpu)
         if key.shape[-2] != value.shape[-2] and kernel in _OTHER_LENGTHS:
             raise RuntimeError(_OTHER_LENGTHS[kernel])
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, gpu.version)
         if kernel == MATH and gpu.version < _CHOSEN_FROM and not enable_gqa:
-            return _step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale, gpu.version)
+            with because(_why_plain(unmet(*asked))):
+                return _step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale, gpu.version)
         if kernel == MATH:
-            with _MASKING.raised():
+            with _MASKING.raised(), because(_why_plain(unmet(*asked))):
                 return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
                     query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
                 )[0]
@@ -252,6 +293,14 @@ _OTHER_LENGTHS = {
 
 # Up in the math path, where C++ adds a mask to the scores in place, but for subclasses of tensors.
 _MASKING = ThreadFlag()
+
+
+def _why_plain(lacking: dict[str, list[str]]) -> str:
+    """Why none of the fused kernels was taken that come before it."""
+    flash, efficient = (listed(lacking[kernel]) for kernel in (FLASH, EFFICIENT))
+    if flash == efficient:
+        return f"they want {flash}" if flash else ""
+    return f"flash attention wants {flash}, the memory-efficient kernel {efficient}" if flash and efficient else ""
 
 
 def is_mask_added(args: Any) -> bool:
