@@ -116,7 +116,7 @@ def _statement_at(text: Text, line: int) -> ast.stmt | None:
 
 
 def _on_the_way(its: list[tuple[Allocation, CodePlace]]) -> list[Allocation]:
-    """Those that are not its result: what it made last is what comes next works with."""
+    """Those that are not its result, which is what it made last: whatever comes next works with that."""
     last = max(its, key=lambda pair: pair[0].born)[1]
     return [one for one, place in its if place != last]
 
