@@ -112,3 +112,11 @@ def test_a_request_that_fails_in_compiled_code_is_told_with_its_line_and_the_mod
     )
     assert "(line 5);" in report.answer
     assert "It failed in the forward of `Waves`" in str(report.show("all"))
+
+
+def test_what_compiled_code_holds_where_memory_runs_out_goes_by_no_name_of_the_compilers(book: Notebook) -> None:
+    book.cell(WAVES.replace("(y @ x)", "(y.exp() @ x).repeat(12_000, 1)"))
+    report = book.measured("out = torch.compile(waves)(x)")
+    held = [one for one in report.error.tensors if one.operator == "torch.compile"]
+    assert {one.kept_by for one in held} == {"compiled code, in this error's traceback"}
+    assert "the call under way" in str(report.show("all"))

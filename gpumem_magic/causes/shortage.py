@@ -10,7 +10,7 @@ from gpumem_magic.allocator.verdict import CAPACITY
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import variable_of
 from gpumem_magic.owners.holders import joined
-from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
+from gpumem_magic.owners.model import COMPILED_CODE, THIS_ERROR, Held, size_of
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -26,6 +26,7 @@ _STATEMENTS = {
     "cycle": "`%gpumem_free cycles`",
 }
 _WHAT = {"out": "results in Out", "traceback": "an earlier error's traceback", "cycle": "reference cycles"}
+_UNDER_WAY = "the call under way"
 # Of one variable, and of several.
 _UNREAD = "the cell does not read what it holds", "the cell does not read what they hold"
 
@@ -82,10 +83,12 @@ def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int)
 def _holder(scene: Scene, one: Held) -> str:
     """The variable that it goes by, the notebook's or the failing function's, or what else keeps it."""
     root = scene.holdings.roots[one.roots[0]]
+    if root.name == THIS_ERROR and one.place.startswith(COMPILED_CODE):
+        return _UNDER_WAY
     if root.name == THIS_ERROR and (found := variable_of(one)) is not None:
         variable, function = found
         # What a library calls its own says nothing to the program's author.
-        return f"`{variable}` of {function}()" if function in scene.left.functions else "the call under way"
+        return f"`{variable}` of {function}()" if function in scene.left.functions else _UNDER_WAY
     return f"`{root.name}`" if root.kind == "variable" else root.name
 
 

@@ -21,6 +21,8 @@ DEFAULT_ARGUMENT, CLOSURE_VARIABLE = "default argument", "closure variable"
 _OWN = rf"(?:local|{CLOSURE_VARIABLE}|{DEFAULT_ARGUMENT}) `(?P<variable>[^`]*)`"
 OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTALL)
 _HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
+# The place of what the code works with that PyTorch's compiler wrote: ``compiled code, in this error's traceback``.
+COMPILED_CODE = "compiled code"
 # In a graph, what a custom function keeps itself: ``graph of loss: ctx.extra of swish``.
 ON_CTX = ": ctx"
 # In a graph, a leaf that has no name any more, and its gradient.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks import arrays, tensors
+from gpumem_magic.looks.code import is_generated_file
 from gpumem_magic.looks.objects import (
     arguments_of,
     attribute,
@@ -30,7 +31,15 @@ from gpumem_magic.looks.objects import (
     traceback_of,
 )
 from gpumem_magic.owners import autograd
-from gpumem_magic.owners.model import A_LEAF, CLOSURE_VARIABLE, DEFAULT_ARGUMENT, OF_FUNCTION, ON_CTX, Root
+from gpumem_magic.owners.model import (
+    A_LEAF,
+    CLOSURE_VARIABLE,
+    COMPILED_CODE,
+    DEFAULT_ARGUMENT,
+    OF_FUNCTION,
+    ON_CTX,
+    Root,
+)
 from gpumem_magic.owners.traversal import Traversal
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
@@ -168,8 +177,11 @@ class Namer:
                 return {id(one): f".{text(field)}" for field, one in zip(fields, members(holder), strict=True)}
             return {id(one): f"[{place}]" for place, one in enumerate(members(holder))}
         if is_a(holder, types.FrameType):
-            called = holder.f_code.co_name
-            return {id(one): f" local `{name}` of {called}()" for name, one in locals_of(holder).items()}
+            called, inside = holder.f_code.co_name, locals_of(holder)
+            if is_generated_file(holder.f_code.co_filename):
+                # (What the compiler calls its buffers says nothing to the program's author.)
+                return {id(one): f" {COMPILED_CODE}" for one in inside.values()}
+            return {id(one): f" local `{name}` of {called}()" for name, one in inside.items()}
         if is_a(holder, types.FunctionType):
             cells = zip(holder.__code__.co_freevars, holder.__closure__ or (), strict=False)
             # (What a decorator has put around a function goes by that one's name.)
