@@ -400,7 +400,7 @@ GUILTY = [
             "lin = nn.Linear(256, 256).cuda()\nx = torch.randn(262144, 256, device='cuda')",
             "h = x\nfor _ in range(64):\n    h = lin(h)\n    h = h.relu()\nh.sum().backward()",
         ),
-        "wait for the backward behind it (line 6)",
+        "wait for their backward (line 6)",
         device="T4",
     ),
     Case(
@@ -2841,7 +2841,7 @@ def test_graphs_that_wait_for_the_backward_behind_a_loop_are_not_to_be_detached(
             number for number, line in enumerate(loop.splitlines(), 2) if "for _" in line or "backward" in line
         )
         assert behind.startswith("The graphs of "), answer
-        assert f" turns of the loop at line {head} wait for the backward behind it (line {last}): " in behind
+        assert f" turns of the loop at line {head} wait for their backward (line {last}): " in behind
         assert "detach" not in answer
         assert "keeps its inputs only" in answer
         # Where a backward of each turn, or none at all, was to come, something is kept.

@@ -359,3 +359,73 @@ def test_tensors_that_are_as_many_as_the_gradients_by_chance_are_no_gradients() 
     with notebook() as book:
         joins = "whole = torch.cat([p.grad.flatten() for p in model.parameters()])"
         assert "joined_gradients" in names(book.measured(trains + joins))
+
+
+BOTH = """
+m = nn.Sequential(*[nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512)) for _ in range(4)]).cuda()
+opt = torch.optim.AdamW(m.parameters())
+def run(batches, training):
+    total = 0
+    for b in batches:
+        loss = m(b.cuda()).pow(2).mean()
+        if training:
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+        total += loss
+    return total / len(batches)
+train, val = [torch.randn(512, 512)] * 3, [torch.randn(2048, 512)] * 3
+"""
+EPOCHS = "for epoch in range(2):\n    tr = run(train, True)\n    va = run(val, False){}"
+
+
+def test_what_a_function_sums_up_that_trains_and_evaluates_keeps_graphs() -> None:
+    with notebook("A100-40GB") as book:
+        book.cell(BOTH)
+        assert (
+            "`va` keeps the graphs of 3 iterations (line 4), though no backward follows"
+            in book.measured(EPOCHS.format("")).answer
+        )
+        assert "graphs of" not in book.measured(EPOCHS.format(".item()")).answer
+    with notebook("virtual:1GiB") as book:
+        book.cell(BOTH)
+        answer = book.measured(EPOCHS.format("")).answer
+        assert answer.startswith("Out of memory at line 4")
+        assert "`va` (line 4) keeps the graphs of 3 iterations alive" in answer
+
+
+@pytest.mark.parametrize(("size", "turns"), [(2048, 4), (4500, 2)])
+def test_who_evaluates_with_a_graph_in_a_loop_that_would_train_is_told_so(size: int, turns: int) -> None:
+    with notebook("virtual:1GiB") as book:
+        book.cell(BOTH.replace("[torch.randn(2048, 512)] * 3", f"[torch.randn({size}, 512)] * 9"))
+        answer = book.measured("tr = run(train, True)\nva = run(val, False)").answer
+        assert answer.startswith("Out of memory at line 3")
+        assert f"of run() keep the graphs of {turns} iterations, though no backward follows" in answer
+        # Where the turns train, it was on its way to a backward.
+        report = book.measured("tr = run(val, True)")
+        assert not {"missing_no_grad", "kept_graphs"} & {one.name for one in report.causes}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        # Views at one line before a backward; losses that are added up for one of several turns.
+        "for views in sets:\n    zs = [m(v.cuda()) for v in views]\n"
+        "    loss = sum(z.pow(2).mean() for z in zs)\n"
+        "    if training:\n        opt.zero_grad()\n        loss.backward()\n        opt.step()",
+        "for views in sets:\n    total = 0\n    for i, v in enumerate(views):\n"
+        "        total = total + m(v.cuda()).pow(2).mean()\n"
+        "        if (i + 1) % len(views) == 0:\n            total.backward()\n            opt.step()",
+    ],
+    ids=["views", "added up"],
+)
+def test_graphs_on_the_way_to_a_backward_are_not_said_to_be_for_none(call: str) -> None:
+    with notebook("virtual:1GiB") as book:
+        book.cell(BOTH + "sets, training = [[torch.randn(256, 512)] * 2, [torch.randn(2048, 512)] * 9], True")
+        report = book.measured(call)
+        assert report.answer.startswith("Out of memory")
+        assert not {"missing_no_grad", "kept_graphs"} & {one.name for one in report.causes}
+        book.cell("def go():\n" + "\n".join("    " + line for line in call.splitlines()))
+        report = book.measured("go()")
+        assert report.answer.startswith("Out of memory")
+        assert not {"missing_no_grad", "kept_graphs"} & {one.name for one in report.causes}

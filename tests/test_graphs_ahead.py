@@ -25,8 +25,14 @@ GIVEN_TO = (
     "class Agent:\n    def update(self, lr, saved):\n        loss = torch.stack(saved).sum()\n        loss.backward()\n"
     "saved = []\nfor t in range(9):\n    saved.append(policy(t))  # here\nagent.update(0.1, saved=saved)"
 )
-YES = [LAYERS, LOSSES, SCALED, ACCELERATED, NESTED, EPISODE, HANDED_ON, GIVEN_TO]
+EVERY_FOURTH = (
+    "total = 0\nfor i, x in enumerate(batches):\n    total = total + model(x)  # here\n"
+    "    if (i + 1) % 4 == 0:\n        total.backward()\n        total = 0"
+)
+YES = [LAYERS, LOSSES, SCALED, ACCELERATED, NESTED, EPISODE, HANDED_ON, GIVEN_TO, EVERY_FOURTH]
 NO = [
+    # in all turns or in none
+    "total = 0\nfor x in batches:\n    total = total + model(x)  # here\n    if training:\n        total.backward()",
     # each turn has a backward of its own
     "for x in batches:\n    loss = model(x)  # here\n    loss.backward()\nloss.backward()",
     # none follows
@@ -57,7 +63,7 @@ def way_of(source: str) -> list[Written]:
 
 
 @pytest.mark.parametrize("source", YES)
-def test_what_a_loop_made_goes_into_the_backward_behind_it(source: str) -> None:
+def test_what_a_loop_made_goes_into_the_backward_that_was_to_come(source: str) -> None:
     found = backward_behind([Text("", source, ahead=1)], way_of(source))
     assert found is not None
     lines = source.splitlines()

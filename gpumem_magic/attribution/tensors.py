@@ -445,12 +445,12 @@ class Tensors:
             self._module_of(one, birth),
         )
 
-    def request_facts(self, birth: Birth) -> TensorFacts | None:
+    def request_facts(self, birth: Birth, line: int) -> TensorFacts | None:
         """What a request is told by that got no memory: of its tensor the looks, and where in the program it was made; None where
-        that is not known."""
+        that is not known. line: of the cell, at which it failed."""
         if birth.place is None:
             return None
-        told = self._told(birth.place, "", 0)
+        told = self._told(birth.place, self._statement_on.get(line, ""), line)
         return TensorFacts("", birth.dtype, birth.shape, birth.operator, birth.inputs, bool(birth.node), *told, "")
 
     def _told(self, place: CodePlace, statement: str, line: int) -> tuple[str, int, str, str]:

@@ -15,8 +15,9 @@ _PUTS = frozenset(("append", "extend", "add", "insert", "update", "setdefault", 
 
 
 def backward_behind(texts: Sequence[Text], way: Sequence[Written]) -> tuple[Written, Written] | None:
-    """The head of the innermost loop that was left, without a backward in it, and the backward behind it that goes through what
-    it made: in the same function, or in those that called it and were given it back.
+    """The head of the innermost loop that was left, and the backward that goes through what it made: one in the loop that comes
+    in some turns only, or, where it has none, one behind it, in the same function, or in those that called it and were given it
+    back.
 
     way: the lines of the program's functions that led to the failure, outermost first.
     """
@@ -28,9 +29,10 @@ def backward_behind(texts: Sequence[Text], way: Sequence[Written]) -> tuple[Writ
         function, loop = _around(text, way[depth].line - text.ahead)
         if loop is None:
             continue
-        if any(map(_goes_back, ast.walk(loop))):
-            return None
         head = Written(text.where, loop.lineno + text.ahead, "")
+        if any(map(_goes_back, ast.walk(loop))):
+            found = _Reaching(_made_in(loop), text, functions).through(_in_some_turns(loop)).backward
+            return None if found is None else (head, found)
         followed = _Reaching(_made_in(loop), text, functions).through(
             _statements(function, loop.end_lineno or loop.lineno)
         )
@@ -41,6 +43,16 @@ def backward_behind(texts: Sequence[Text], way: Sequence[Written]) -> tuple[Writ
             followed = _in_the_caller(outer, way[depth].line - outer.ahead, functions)
         return None if followed.backward is None else (head, followed.backward)
     return None
+
+
+def _in_some_turns(loop: ast.For | ast.While) -> Iterator[ast.stmt]:
+    """What an ``if`` keeps for turns that the loop itself tells from others (``if (i + 1) % 4 == 0:``)."""
+    given = {node.id for node in ast.walk(loop) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and not given.isdisjoint(
+            one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)
+        ):
+            yield from node.body
 
 
 def _in_the_caller(text: Text, line: int, functions: _Functions) -> _Reaching:

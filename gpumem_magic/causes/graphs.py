@@ -34,6 +34,7 @@ from gpumem_magic.causes.places import (
 )
 from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
+from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.owners.holders import ELEMENT, detach_words, detached
 from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, Root, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, Span
@@ -133,7 +134,7 @@ def _on_the_way_to_a_backward(scene: Scene, found: Sequence[Spot], count: int, f
     loop, backward = ahead
     return Cause(
         "graphs_ahead",
-        f"The graphs of {count} turns of the loop at {loop.words} wait for the backward behind it ({backward.words}): "
+        f"The graphs of {count} turns of the loop at {loop.words} wait for their backward ({backward.words}): "
         f"{human(freed)}.",
         FEWER_AT_ONCE,
         freed,
@@ -266,7 +267,16 @@ def _graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
     forwards = within if spans else parts
     # A step in the midst of a turn: what comes behind it in the last one is of no further iteration.
     steps = len(iterations) - (len(turns) > 1 and len(iterations) == len(turns) + 1)
-    return max(min(parts, forwards), steps, len(turns))
+    return max(min(parts, forwards), steps, len(turns), _added_up(scene, spot, [begin for begin, _ in spans]))
+
+
+def _added_up(scene: Scene, spot: Spot, starts: Sequence[int]) -> int:
+    """Of how many forwards of one line a number reaches the graphs, where a later backward has gone through none of them: a sum
+    that a function makes which trains and evaluates, say."""
+    last = max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)
+    if not _keeps_numbers(scene, spot) or any(_born(scene, one) >= last for one in spot.held):
+        return 0
+    return max(map(len, _come_again(scene, spot.held, starts).values()), default=0)
 
 
 def _turns(sizes: Iterable[tuple[_Turn, int]], *, whole: bool) -> set[_Turn]:
@@ -632,13 +642,14 @@ def graph_without_backward(scene: Scene) -> Cause | None:
         return None
     place = scene.left.place if scene.report.error is not None else None
     only_looks = place is not None and scene.program.loop_only_looks(place)
-    if place is not None and not only_looks and scene.program.trains(place):
+    ends = bool(backwards) and kept >= 2 and _ends_without_backward(scene, ours, starts)
+    if place is not None and not only_looks and not ends and scene.program.trains(place):
         # It failed on the way to a backward.
         return None
     if backwards:
         # A single one may be the next iteration's, of a model that is trained in evaluation mode.
         told_by_mode = (kept >= 2 or only_looks) and _trained_places(scene)
-        if not told_by_mode and not (kept >= 2 and _ends_without_backward(scene)):
+        if not told_by_mode and not ends:
             return None
     elif _may_train(scene, forwards):
         return None
@@ -688,10 +699,29 @@ def without_a_graph(scene: Scene, remedy: str, line: int) -> str:
     )
 
 
-def _ends_without_backward(scene: Scene) -> bool:
-    """Whether it failed where nothing that was still to run, in any of the functions that led there, goes backward."""
-    left = scene.left
-    return bool(left.way) and not left.called_back and not scene.program.may_go_backward(left.way)
+def _ends_without_backward(scene: Scene, graphs: Sequence[Held], starts: Sequence[int]) -> bool:
+    """Whether it failed where nothing that was still to run, in any of the functions that led there, goes backward; or ended, and
+    of what several turns made only numbers are kept. starts: where the forwards began that made the graphs."""
+    again, left = [place for place, its in _come_again(scene, graphs, starts).items() if len(its) > 1], scene.left
+    if scene.report.error is None:
+        return bool(again) and all(_keeps_numbers(scene, spot) for spot in spots(graphs))
+    if not left.way or left.called_back:
+        return False
+    texts = ((scene.program.text_of(one.own_file, scene.recording.own_file), one.own_line) for one in again)
+    line = next((line for text, line in texts if text is not None and text.where == left.way[-1].where), 0)
+    ways = (0, line) if line else (0,)
+    return not all(scene.program.may_go_backward(left.way, one) for one in ways)
+
+
+def _come_again(scene: Scene, graphs: Iterable[Held], starts: Sequence[int]) -> dict[CodePlace, set[int]]:
+    """By the program's lines, of which forwards graphs are kept. starts: where these began."""
+    births = scene.recording.logs[scene.device].births
+    found: dict[CodePlace, set[int]] = defaultdict(set)
+    for one in graphs:
+        birth = births.get(_born(scene, one))
+        if birth is not None and birth.place is not None and birth.place.own_line:
+            found[birth.place].add(bisect_right(starts, _born(scene, one)))
+    return found
 
 
 def _trained_places(scene: Scene) -> bool:

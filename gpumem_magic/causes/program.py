@@ -47,6 +47,7 @@ _PUTTING = frozenset({"heappush", "heappushpop", "heapreplace", "insort", "insor
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
+_BACKWARD = re.compile(r"backward\(")
 _PARAMETERS = re.compile(r"parameters\(")
 _SHORT = 60
 _Node = TypeVar("_Node", bound=ast.AST)
@@ -175,6 +176,27 @@ class Text:
         first = loops[0 if outermost else -1].lineno if loops else line
         end = function.end_lineno if function is not None else None
         return StillToRun("\n".join(self.source.splitlines()[first - 1 : end]), bool(loops))
+
+    def behind(self, line: int) -> str:
+        """What stands behind a line in its function, or outside of functions."""
+        function, _ = self.loops_around(line)
+        end = function.end_lineno if function is not None else None
+        return "\n".join(self.source.splitlines()[line:end])
+
+    def rest_of_turns(self, line: int, again: int) -> StillToRun:
+        """The same of the outermost loop, where turns of the innermost one have run another line again and again: what they left
+        out stays out that an ``if`` of that loop decides by nothing that a turn changes (``if training:``)."""
+        rest, (_, loops) = self.rest(line, outermost=True), self.loops_around(line)
+        if not loops or loops[-1] not in self.loops_around(again)[1] or _makes_several(loops[-1], again):
+            return rest
+        lines = rest.source.splitlines()
+        given = {node.id for node in ast.walk(loops[-1]) if isinstance(node, ast.Name) and type(node.ctx) is ast.Store}
+        for node in ast.walk(loops[-1]):
+            if isinstance(node, ast.If) and not any(isinstance(one, ast.Call) for one in ast.walk(node.test)):
+                first, last = node.lineno - loops[0].lineno, (node.body[-1].end_lineno or node.lineno) - loops[0].lineno
+                if given.isdisjoint(one.id for one in ast.walk(node.test) if isinstance(one, ast.Name)):
+                    lines[first : last + 1] = [""] * (last + 1 - first)
+        return StillToRun("\n".join(lines), True)
 
     def cached(self, name: str) -> ast.stmt | None:
         """The last ``return`` of a property whose value its object keeps."""
@@ -560,15 +582,35 @@ class ProgramText:
         where = "" if file == own_file else cell_of(file) or re.split(r"[/\\]", file)[-1]
         return next((one for one in self.texts if one.where == where), None)
 
-    def may_go_backward(self, way: Sequence[Written]) -> bool:
+    def may_go_backward(self, way: Sequence[Written], again: int = 0) -> bool:
         """Whether one of the functions that lead to a line has a backward or a step in what it would run next: in its rest and in
-        the loops around its line. Where a text is not known, it may."""
+        the loops around its line. Where a text is not known, it may. again: a line of the last one's that has run several times
+        since the last backward; of those around that one only a backward of their own counts."""
         texts = {one.where: one for one in reversed(self.texts)}
         for place in way:
             one = texts.get(place.where)
-            if one is None or _TRAINS.search(one.rest(place.line - one.ahead, outermost=True).source):
+            if one is None:
+                return True
+            line, is_last = place.line - one.ahead, place is way[-1]
+            rest = one.rest_of_turns(line, again - one.ahead) if again and is_last else one.rest(line, outermost=True)
+            if (_BACKWARD if again and not is_last else _TRAINS).search(rest.source):
                 return True
         return False
+
+    def goes_on_backward(self, way: Sequence[Written]) -> bool:
+        """Whether one of the functions that lead to a line has a backward behind its line, or calls a function that has one."""
+        texts = {one.where: one for one in reversed(self.texts)}
+        theirs = {
+            node.name
+            for one in self._mentioning("backward")
+            for node in ast.walk(one.tree)
+            if isinstance(node, FUNCTIONS) and _BACKWARD.search(ast.unparse(node))
+        }
+        calls = re.compile(rf"\b(?:backward|{'|'.join(map(re.escape, theirs))})\(" if theirs else _BACKWARD.pattern)
+        return any(
+            (one := texts.get(place.where)) is not None and calls.search(one.behind(place.line - one.ahead)) is not None
+            for place in way
+        )
 
     def trains(self, place: Written) -> bool:
         """Whether the text that a line is in has a backward or a step anywhere."""
@@ -699,6 +741,15 @@ def _registers_lambda(statement: str) -> bool:
         node for top in _parsed(textwrap.dedent(statement)) for node in ast.walk(top) if isinstance(node, ast.Call)
     )
     return any(_HOOKS.match(_last(one.func)) and any(isinstance(arg, ast.Lambda) for arg in one.args) for one in calls)
+
+
+def _makes_several(loop: ast.AST, line: int) -> bool:
+    """Whether a line may run several times in one turn of a loop: in a comprehension, or in a loop of its own."""
+    kinds = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+    return any(
+        node is not loop and isinstance(node, kinds) and node.lineno <= line <= (node.end_lineno or node.lineno)
+        for node in ast.walk(loop)
+    )
 
 
 def _last(node: ast.expr) -> str:

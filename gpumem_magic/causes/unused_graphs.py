@@ -35,9 +35,14 @@ def missing_no_grad(scene: Scene) -> Iterator[Cause]:
     kept = graph_without_backward(scene)
     if kept is not None:
         yield kept
-    elif scene.spans(BACKWARD) or scene.evaluating:
+    elif (scene.spans(BACKWARD) or scene.evaluating) and not _was_to_go_backward(scene):
         # (Where nothing is trained or evaluated, a cell may just try a forward.)
         yield from _at_the_peak(scene)
+
+
+def _was_to_go_backward(scene: Scene) -> bool:
+    """Whether it failed on the way to a backward, which would have gone through what went with the failure."""
+    return scene.report.error is not None and (scene.left.called_back or scene.program.goes_on_backward(scene.left.way))
 
 
 def _at_the_peak(scene: Scene) -> Iterator[Cause]:

@@ -198,7 +198,7 @@ class _Builder:
         # (What an operator works with has no shape, or another size.)
         if birth is not None and birth.shape and requested / prod(birth.shape) in _ITEM_SIZES:
             asked = TensorKind(birth.shape, birth.dtype)
-        place = "" if birth is None else _asked_in(self.view.tensors.request_facts(birth), error.line)
+        place = "" if birth is None else _asked_in(self.view.tensors.request_facts(birth, error.line or 0), error.line)
         return replace(
             error, verdict=found, tensors=groups_at(self.view, position), asked=asked, place=error.place or place
         )
