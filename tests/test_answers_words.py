@@ -437,3 +437,20 @@ def test_a_failed_request_is_told_with_its_own_line_where_the_statements_is_anot
         book.cell("x = torch.randn(1 << 16, device='cuda', requires_grad=True)")
         answer = book.measured(cell).answer
     assert re.search(rf"Wanted [\d,.]+ [GM]iB for a \([\d, ]+\) float32 tensor{re.escape(place)};", answer), answer
+
+
+def test_what_an_earlier_cell_left_of_a_training_is_known_though_this_one_clears_or_replaces_it() -> None:
+    """Nobody has measured the earlier cell, and nothing of it is there when the cell ends."""
+    with notebook("A100-40GB") as book:
+        book.cell(
+            "net = nn.Linear(4096, 4096, bias=False).cuda()\nopt = torch.optim.AdamW(net.parameters())\n"
+            "net(torch.randn(8, 4096, device='cuda')).sum().backward()\nopt.step()\nkept = opt.state_dict()"
+        )
+        report = book.measured(
+            "import copy\nopt.load_state_dict(copy.deepcopy(kept))\ndel kept\nopt.zero_grad()\n"
+            "for each in opt.state.values():\n    each.clear()"
+        )
+    before, after = report.checkpoints[0].categories, report.checkpoints[-1].categories
+    assert (before["gradients"], before["optimizer_state"], before.get("unknown", 0)) == (64 << 20, 128 << 20, 0)
+    assert not after.get("gradients")
+    assert not after.get("unknown")

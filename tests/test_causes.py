@@ -1868,6 +1868,17 @@ GUILTY += [
         "`sdpa_kernel(SDPBackend.MATH)` asks for PyTorch's plain kernel",
         "virtual:3GiB",
     ),
+    # As with dropout, of which the mean is wanted; the list has no name yet.
+    Case(
+        "missing_no_grad",
+        (
+            "net = nn.Sequential(nn.Conv2d(1, 64, 3, padding=1), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(64, 1, 1)).cuda()\n"
+            "x = torch.randn(16, 1, 256, 256, device='cuda')",
+            "samples = torch.stack([net(x) for _ in range(40)])",
+        ),
+        "`net(x)` (line 2) saves",
+        "virtual:8GiB",
+    ),
     # The last backward was of a smaller batch.
     Case(
         "attention_scores",

@@ -376,7 +376,7 @@ def run(batches, training):
     return total / len(batches)
 train, val = [torch.randn(512, 512)] * 3, [torch.randn(2048, 512)] * 3
 """
-EPOCHS = "for epoch in range(2):\n    tr = run(train, True)\n    va = run(val, False){}"
+OF_BOTH = "for epoch in range(2):\n    tr = run(train, True)\n    va = run(val, False){}"
 
 
 def test_what_a_function_sums_up_that_trains_and_evaluates_keeps_graphs() -> None:
@@ -384,12 +384,12 @@ def test_what_a_function_sums_up_that_trains_and_evaluates_keeps_graphs() -> Non
         book.cell(BOTH)
         assert (
             "`va` keeps the graphs of 3 iterations (line 4), though no backward follows"
-            in book.measured(EPOCHS.format("")).answer
+            in book.measured(OF_BOTH.format("")).answer
         )
-        assert "graphs of" not in book.measured(EPOCHS.format(".item()")).answer
+        assert "graphs of" not in book.measured(OF_BOTH.format(".item()")).answer
     with notebook("virtual:1GiB") as book:
         book.cell(BOTH)
-        answer = book.measured(EPOCHS.format("")).answer
+        answer = book.measured(OF_BOTH.format("")).answer
         assert answer.startswith("Out of memory at line 4")
         assert "`va` (line 4) keeps the graphs of 3 iterations alive" in answer
 
@@ -416,8 +416,9 @@ def test_who_evaluates_with_a_graph_in_a_loop_that_would_train_is_told_so(size: 
         "for views in sets:\n    total = 0\n    for i, v in enumerate(views):\n"
         "        total = total + m(v.cuda()).pow(2).mean()\n"
         "        if (i + 1) % len(views) == 0:\n            total.backward()\n            opt.step()",
+        "zs = [m(v.cuda()) for v in sets[1]]\nsum(z.mean() for z in zs).backward()",
     ],
-    ids=["views", "added up"],
+    ids=["views", "added up", "in a list"],
 )
 def test_graphs_on_the_way_to_a_backward_are_not_said_to_be_for_none(call: str) -> None:
     with notebook("virtual:1GiB") as book:

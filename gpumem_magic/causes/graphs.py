@@ -651,9 +651,13 @@ def graph_without_backward(scene: Scene) -> Cause | None:
         told_by_mode = (kept >= 2 or only_looks) and _trained_places(scene)
         if not told_by_mode and not ends:
             return None
-    elif _may_train(scene, forwards):
+    elif may_train(scene, forwards):
         return None
-    elif not scene.evaluating and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1]):
+    if (
+        (scene.report.error is None or not backwards)
+        and not scene.evaluating
+        and any(_graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1])
+    ):
         # Losses that are kept or added up: `graphs_alive` says which.
         return None
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
@@ -729,7 +733,7 @@ def _trained_places(scene: Scene) -> bool:
     return any((scene.device, address) in scene.holdings.optimized for address in scene.evaluated)
 
 
-def _may_train(scene: Scene, forwards: list[Span]) -> bool:
+def may_train(scene: Scene, forwards: list[Span]) -> bool:
     """Whether a backward may follow in another cell: a module in evaluation mode is trained, too, where batch norm is frozen."""
     source = "".join(one.source for one in scene.program.cells[:1])
     if not scene.evaluating:

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.graphs import graph_without_backward, without_a_graph
+from gpumem_magic.causes.graphs import graph_without_backward, may_train, without_a_graph
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.program import Written
 from gpumem_magic.looks.parsing import parsed
@@ -35,8 +35,11 @@ def missing_no_grad(scene: Scene) -> Iterator[Cause]:
     kept = graph_without_backward(scene)
     if kept is not None:
         yield kept
-    elif (scene.spans(BACKWARD) or scene.evaluating) and not _was_to_go_backward(scene):
-        # (Where nothing is trained or evaluated, a cell may just try a forward.)
+        return
+    forwards = scene.spans(FORWARD)
+    known = scene.spans(BACKWARD) or scene.evaluating or (forwards and not may_train(scene, forwards))
+    if known and not _was_to_go_backward(scene):
+        # (Where nothing is trained or evaluated, a cell may just try a forward, or a few.)
         yield from _at_the_peak(scene)
 
 

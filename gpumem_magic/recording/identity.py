@@ -175,6 +175,27 @@ class Witness:
             self._see_states(optimizer)
         self._last_gradients.clear()
 
+    def cell_begins(self, moment: Moment | None = None) -> None:
+        """What the notebook's optimizers and modules have besides weights, which may go before anybody else looks: gradients of
+        an earlier cell, states that a checkpoint's replace. Then the cell's variables."""
+        self._begin(moment)
+        self._know_all(self._namespace)
+        with no_functions(), no_dispatch():
+            for optimizer in _alive(self._optimizers):
+                self._see_groups(optimizer)
+                self._see_states(optimizer)
+            self._see_gradients()
+        # (It was no step.)
+        self._states.clear()
+        self.statement_ended(None, moment)
+
+    def _know_all(self, namespace: Mapping[str, Any]) -> None:
+        for value in chain.from_iterable(_with_members(value) for _, value in objects.items(namespace)):
+            if tensors.is_module(value):
+                self._modules[id(value)] = weakref.ref(value)
+            elif tensors.is_optimizer(value):
+                self._knows(value)
+
     def statement_ended(self, statement: str | None = None, moment: Moment | None = None) -> None:
         """The variables of the cell that a statement mentions (None: all). A batch or a loss lives for an iteration only: this is
         when it can be seen."""
@@ -201,11 +222,7 @@ class Witness:
         self._begin()
         self._see_given()
         everything = self._namespace if namespace is None else namespace
-        for value in chain.from_iterable(_with_members(value) for _, value in objects.items(everything)):
-            if tensors.is_module(value):
-                self._modules[id(value)] = weakref.ref(value)
-            elif tensors.is_optimizer(value):
-                self._knows(value)
+        self._know_all(everything)
         self._where.clear()
         self._states.clear()
         self._last_gradients.clear()

@@ -196,7 +196,9 @@ class Recorder:
             self._grown()
         # A look at the variables comes when the figures are kept.
         with self._guard("looking at the variables"):
-            if self._witness is not None:
+            if self._witness is not None and kind == "before":
+                self._witness.cell_begins(moment)
+            elif self._witness is not None:
                 self._witness.statement_ended(statement if kind == "statement" else None, moment)
 
     # Loops that rest: see `hook.Devices`
