@@ -37,9 +37,9 @@ def missing_no_grad(scene: Scene) -> Iterator[Cause]:
         yield kept
         return
     forwards = scene.spans(FORWARD)
-    known = scene.spans(BACKWARD) or scene.evaluating or (forwards and not may_train(scene, forwards))
-    if known and not _was_to_go_backward(scene):
-        # (Where nothing is trained or evaluated, a cell may just try a forward, or a few.)
+    # (Where nothing is trained or evaluated, a cell may just try a forward, or a few, as long as there is room.)
+    many = bool(forwards) and scene.report.error is not None and not may_train(scene, forwards)
+    if (scene.spans(BACKWARD) or scene.evaluating or many) and not _was_to_go_backward(scene):
         yield from _at_the_peak(scene)
 
 
