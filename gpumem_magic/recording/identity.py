@@ -181,6 +181,9 @@ class Witness:
         self._begin(moment)
         self._know_all(self._namespace)
         with no_functions(), no_dispatch():
+            # (Which have the names of what optimizers train.)
+            for module in _alive(self._modules):
+                self.see_module(module)
             for optimizer in _alive(self._optimizers):
                 self._see_groups(optimizer)
                 self._see_states(optimizer)
