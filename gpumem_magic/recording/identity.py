@@ -177,20 +177,16 @@ class Witness:
 
     def cell_begins(self, moment: Moment | None = None) -> None:
         """What the notebook's optimizers and modules have besides weights, which may go before anybody else looks: gradients of
-        an earlier cell, states that a checkpoint's replace. Then the cell's variables."""
-        self._begin(moment)
+        an earlier cell, states that a checkpoint's replace. First the cell's variables, by whose names these go."""
+        self.statement_ended(None, moment)
         self._know_all(self._namespace)
         with no_functions(), no_dispatch():
-            # (Which have the names of what optimizers train.)
-            for module in _alive(self._modules):
-                self.see_module(module)
             for optimizer in _alive(self._optimizers):
                 self._see_groups(optimizer)
                 self._see_states(optimizer)
             self._see_gradients()
         # (It was no step.)
         self._states.clear()
-        self.statement_ended(None, moment)
 
     def _know_all(self, namespace: Mapping[str, Any]) -> None:
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(namespace)):
