@@ -158,7 +158,7 @@ def test_attention_takes_the_kernel_of_the_generation(
     query = shaped(2, 4, 128, head, dtype=dtype)
     given_mask: Any = torch.zeros(2, 1, 128, 128, dtype=dtype, device="cuda") if mask else None
     which = attention.Chooser(machine.devices[0].model.capability, (2, 13))
-    fits = attention.fitting(which, query, query, query, given_mask, False, False)
+    fits = attention.fitting(attention.unmet(which, query, query, query, given_mask, False, False))
     assert attention.first_of(fits, which) == kernel
 
 

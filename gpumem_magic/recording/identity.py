@@ -181,12 +181,16 @@ class Witness:
         self.statement_ended(None, moment)
         self._know_all(self._namespace)
         with no_functions(), no_dispatch():
-            for optimizer in _alive(self._optimizers):
-                self._see_groups(optimizer)
-                self._see_states(optimizer)
-            self._see_gradients()
+            self._see_what_trains()
         # (It was no step.)
         self._states.clear()
+
+    def _see_what_trains(self) -> None:
+        """What the known optimizers step and keep, and all gradients."""
+        for optimizer in _alive(self._optimizers):
+            self._see_groups(optimizer)
+            self._see_states(optimizer)
+        self._see_gradients()
 
     def _know_all(self, namespace: Mapping[str, Any]) -> None:
         for value in chain.from_iterable(_with_members(value) for _, value in objects.items(namespace)):
@@ -228,10 +232,7 @@ class Witness:
         with no_functions(), no_dispatch():
             for module in _alive(self._modules):
                 self.see_module(module)
-            for optimizer in _alive(self._optimizers):
-                self._see_groups(optimizer)
-                self._see_states(optimizer)
-            self._see_gradients()
+            self._see_what_trains()
             errors = [] if error is None else [error]
             for name in self._names:
                 value = objects.entry(everything, name)

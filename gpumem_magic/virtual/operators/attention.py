@@ -16,7 +16,7 @@ asks for.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -84,18 +84,9 @@ def first_of(fits: set[str], gpu: Chooser) -> str:
     raise RuntimeError("No available kernel. Aborting execution.")
 
 
-def fitting(
-    gpu: Chooser,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    dropout: float = 0.0,
-) -> set[str]:
-    """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn"."""
-    lacking = unmet(gpu, query, key, value, mask, is_causal, enable_gqa, dropout)
+def fitting(lacking: Mapping[str, Sequence[str]]) -> set[str]:
+    """The kernels that CUDA could take, of those that the program allows: "flash", "efficient", "math" and "cudnn". lacking: what
+    each wants and does not get (`unmet`)."""
     fits = {kernel for kernel, wants in lacking.items() if not wants}
     return fits | {MATH} if torch.backends.cuda.math_sdp_enabled() else fits
 
@@ -236,17 +227,17 @@ class Attention:
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)
-        asked = gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p
-        kernel = first_of(fitting(*asked), gpu)
+        lacking = unmet(gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p)
+        kernel = first_of(fitting(lacking), gpu)
         if key.shape[-2] != value.shape[-2] and kernel in _OTHER_LENGTHS:
             raise RuntimeError(_OTHER_LENGTHS[kernel])
         if attn_mask is not None and attn_mask.dtype == torch.bool:
             attn_mask = _additive(attn_mask, query.dtype, gpu.version)
         if kernel == MATH and gpu.version < _CHOSEN_FROM and not enable_gqa:
-            with because(_why_plain(unmet(*asked))):
+            with because(_why_plain(lacking)):
                 return _step_by_step(query, key, value, attn_mask, dropout_p, is_causal, scale, gpu.version)
         if kernel == MATH:
-            with _MASKING.raised(), because(_why_plain(unmet(*asked))):
+            with _MASKING.raised(), because(_why_plain(lacking)):
                 return _aten._scaled_dot_product_attention_math.default(  # type: ignore[no-any-return]
                     query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
                 )[0]

@@ -114,7 +114,9 @@ def _attend(
     if query is key and key is value and fits and not need_weights and mask is None:
         split = query.view(batch, length, heads, width).transpose(1, 2)
         gpu = attention.Chooser(torch.cuda.get_device_capability(query.device), version)
-        kernel = attention.first_of(attention.fitting(gpu, split, split, split, None, False, False), gpu)
+        kernel = attention.first_of(
+            attention.fitting(attention.unmet(gpu, split, split, split, None, False, False)), gpu
+        )
         if kernel in (attention.FLASH, attention.EFFICIENT, attention.CUDNN):
             parts = F.linear(query, qkv_weight, qkv_bias).view(batch, length, 3, heads, width)
             queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind()

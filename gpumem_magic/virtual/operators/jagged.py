@@ -15,7 +15,7 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, Chooser, fitting
+from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, Chooser, fitting, unmet
 
 _CAN_USE = {
     FLASH: "can_use_flash_attention",
@@ -72,6 +72,6 @@ def _can_use(original: Callable[..., bool], kernel: str, gpu_of: Callable[[int],
         if params.query.device.type != "cuda":
             return original(params, debug)
         given = (params.query, params.key, params.value, params.attn_mask, params.is_causal, params.enable_gqa)
-        return kernel in fitting(gpu_of(params.query.device.index), *given)
+        return kernel in fitting(unmet(gpu_of(params.query.device.index), *given))
 
     return can_use

@@ -23,7 +23,7 @@ from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import nested_tensors
-from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, MATH, Chooser, first_of, fitting
+from gpumem_magic.virtual.operators.attention import CUDNN, EFFICIENT, FLASH, MATH, Chooser, first_of, fitting, unmet
 from gpumem_magic.virtual.operators.encoder_layers import put_together
 from gpumem_magic.virtual.operators.nested_tensors import Laid, NestedOnDevice, contiguous
 
@@ -642,7 +642,7 @@ def _fitting(nested: Sequence[NestedOnDevice], mask: Any, is_causal: bool, dropo
         for one, width in zip(nested, widths, strict=True)
     )
     gpu: Chooser = _DEVICES.gpu_of(nested[0].device.index)
-    fits = fitting(gpu, query, key, value, mask, is_causal, False, dropout) - {CUDNN}
+    fits = fitting(unmet(gpu, query, key, value, mask, is_causal, False, dropout)) - {CUDNN}
     if widths[0] is not None and widths[0] % 8:
         fits.discard(FLASH)
     return fits - {EFFICIENT} if follows or mask is not None else fits
