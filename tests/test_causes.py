@@ -14,7 +14,8 @@ from causes_cells import SETUP, names, notebook
 
 from gpumem_magic import causes
 from gpumem_magic.causes import catalog, shortage
-from gpumem_magic.causes.program import Written, read_program
+from gpumem_magic.causes.program import read_program
+from gpumem_magic.causes.written import Written
 from gpumem_magic.units import human
 
 

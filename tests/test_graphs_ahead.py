@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_magic.causes.ahead import backward_behind
-from gpumem_magic.causes.program import Text, Written
+from gpumem_magic.causes.written import Text, Written
 
 LAYERS = "h = x\nfor layer in layers:\n    h = layer(h)  # here\nloss = head(h)\nloss.backward()"
 LOSSES = "losses = []\nfor x in batches:\n    losses.append(model(x))  # here\ntorch.stack(losses).sum().backward()"

@@ -6,7 +6,8 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from gpumem_magic.causes.program import FUNCTIONS, Text, Written
+from gpumem_magic.causes.statements import FUNCTIONS
+from gpumem_magic.causes.written import Text, Written
 from gpumem_magic.looks.expressions import called, dotted, targets
 
 _BACKWARD = re.compile(r"backward|^grad$")

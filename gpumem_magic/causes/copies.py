@@ -12,7 +12,7 @@ from dataclasses import replace
 from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, together
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.written import Written
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Root, size_of

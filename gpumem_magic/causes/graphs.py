@@ -32,8 +32,8 @@ from gpumem_magic.causes.places import (
     told,
     variable_of,
 )
-from gpumem_magic.causes.program import Written, put_into
 from gpumem_magic.causes.waiting import FEWER_AT_ONCE
+from gpumem_magic.causes.written import Written, put_into
 from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.owners.holders import ELEMENT, detach_words, detached
 from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, Root, by_root, size_of

@@ -11,7 +11,7 @@ import torch
 from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at, of_birth
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.causes.program import name_given
+from gpumem_magic.causes.written import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import parsed_expression
 from gpumem_magic.owners.model import size_of

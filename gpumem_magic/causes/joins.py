@@ -10,7 +10,7 @@ from itertools import pairwise
 from gpumem_magic.causes.alike import Alike, births_alive, bytes_of, made_by, statement_of
 from gpumem_magic.causes.libraries import gathering
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.program import name_given
+from gpumem_magic.causes.written import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD

@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 from gpumem_magic.causes.model import LeftFunctions
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.written import Written
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.code import LIBRARY, OWN, cell_of, line_at, whose
 from gpumem_magic.looks.objects import is_sequence, locals_of, members, traceback_of

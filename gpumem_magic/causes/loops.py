@@ -11,7 +11,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.graphs import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.causes.program import Written, name_given
+from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.owners.model import ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause

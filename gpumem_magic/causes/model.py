@@ -10,7 +10,8 @@ from functools import cached_property, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from gpumem_magic.attribution.tensors import Tensors
-from gpumem_magic.causes.program import ProgramText, Written
+from gpumem_magic.causes.program import ProgramText
+from gpumem_magic.causes.written import Written
 from gpumem_magic.devices.base import Birth, FilledPart, Label
 from gpumem_magic.failures import swallows
 from gpumem_magic.owners.model import Held, Holdings

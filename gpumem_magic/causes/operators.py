@@ -26,8 +26,8 @@ from gpumem_magic.causes.alike import (
 from gpumem_magic.causes.libraries import widening
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
-from gpumem_magic.causes.program import Written, name_given
 from gpumem_magic.causes.unread import unread
+from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
 from gpumem_magic.recording.model import AUTOCAST_ENDS, BACKWARD, FORWARD
 from gpumem_magic.report.model import Cause

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpumem_magic.causes.libraries import advice
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.written import Written
 from gpumem_magic.owners.model import (
     CLOSURE_VARIABLE,
     DEFAULT_ARGUMENT,

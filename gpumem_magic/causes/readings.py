@@ -6,7 +6,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from gpumem_magic.causes.program import FUNCTIONS, Text, each_target
+from gpumem_magic.causes.statements import FUNCTIONS, each_target
+from gpumem_magic.causes.written import Text
 
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _WITHS = (ast.With, ast.AsyncWith)

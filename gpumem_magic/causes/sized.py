@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.program import Text, Written, each_target
+from gpumem_magic.causes.statements import each_target
+from gpumem_magic.causes.written import Text, Written
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.snapshot.timeline import Allocation
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from gpumem_magic.causes.model import Scene, Untied
-from gpumem_magic.causes.program import ProgramText, Tie
+from gpumem_magic.causes.program import ProgramText
+from gpumem_magic.causes.tie_statements import Tie, ties_in
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, entries_of_class, is_a, items, mro, name_of_class, text
 from gpumem_magic.owners.model import size_of
@@ -39,7 +40,7 @@ def _tied(
     program: ProgramText, modules: Mapping[str, torch.nn.Module]
 ) -> Iterator[tuple[str, str, str, tuple[torch.Tensor, torch.Tensor]]]:
     """What was given another's, what it was given, what says so, and the two as they are now."""
-    said = program.ties()
+    said = ties_in(program)
     for name, root in modules.items():
         for path, module in tensors.modules_in(root):
             whole = f"{name}.{path}" if path else name

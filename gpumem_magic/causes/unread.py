@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from gpumem_magic.causes.model import Scene, found_once
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.causes.program import Written
 from gpumem_magic.causes.readings import (
     gives_attribute,
     is_read_again,
@@ -18,6 +17,7 @@ from gpumem_magic.causes.readings import (
     is_read_in,
     reads_attribute,
 )
+from gpumem_magic.causes.written import Written
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.owners.running import RunningFunction

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.graphs import graph_without_backward, may_train, without_a_graph
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.program import Written
+from gpumem_magic.causes.written import Written
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.program import Text, Written
+from gpumem_magic.causes.written import Text, Written
 from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.looks.expressions import called
 from gpumem_magic.owners.model import size_of
