@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.graphs import leaving
+from gpumem_magic.causes.growth import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.written import Written, name_given

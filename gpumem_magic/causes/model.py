@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gpumem_magic.owners.running import RunningFunction
     from gpumem_magic.owners.saved import Saved
 
+# So many equal steps are no accident.
+EQUAL_ITERATIONS = 3
 # Below this nothing is worth a sentence.
 LEAST = MIB
 # What a sound training has at its peak is worth a word from here on.

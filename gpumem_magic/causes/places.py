@@ -24,6 +24,8 @@ from gpumem_magic.owners.model import (
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import counted, human
 
+# The kinds of roots that have a name in the program.
+NAMES = frozenset({"variable", "module"})
 _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")

@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.graphs import graph_without_backward, may_train, without_a_graph
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.without_backward import graph_without_backward, may_train, without_a_graph
 from gpumem_magic.causes.written import Written
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.model import size_of
