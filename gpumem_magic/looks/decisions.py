@@ -16,8 +16,8 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache
 
-from gpumem_magic.looks import flows, observers
-from gpumem_magic.looks.flows import FileFlows, Flow, Key, Place, Test, Uses
+from gpumem_magic.looks import flow_records, flows, observers
+from gpumem_magic.looks.flow_records import FileFlows, Flow, Key, Place, Test, Uses
 from gpumem_magic.looks.raises import are_caught
 from gpumem_magic.looks.wording import Own
 
@@ -254,13 +254,13 @@ class _Reached:
             number, flow, before = left.pop()
             level = _level(before, _STEPS[flow.kind])
             for key in flow.sets:
-                for place in range(len(self._files)) if flows.is_shared(key) else (number,):
+                for place in range(len(self._files)) if flow_records.is_shared(key) else (number,):
                     if self._found.get((place, key, level), sys.maxsize) > flow.source.first:
                         self._found[place, key, level] = flow.source.first
-                        if whole := flows.tuple_of(key):
+                        if whole := flow_records.tuple_of(key):
                             known = self._partly.get((place, whole, level), sys.maxsize)
                             self._partly[place, whole, level] = min(known, flow.source.first)
-                        declared, given = flows.as_declared(key)
+                        declared, given = flow_records.as_declared(key)
                         for asked in self._keys_of(declared, level):
                             flowing = self._files[place].by_key.get(asked, ())
                             left += [
@@ -271,9 +271,9 @@ class _Reached:
 
     def _keys_of(self, key: Key, level: int) -> Sequence[Key]:
         """Under which keys it is asked for: what is only a value is none of a length, and a tuple has no length that it sets."""
-        if whole := flows.tuple_of(key):
+        if whole := flow_records.tuple_of(key):
             return key, whole
-        own = (key, flows.no_tuple(key))
+        own = (key, flow_records.no_tuple(key))
         return (*own, (key[0], f"{key[1]}#")) if _sets_lengths(level) or self._sized else own
 
     def _follows(self, source: Uses, place: int, key: Key, level: int) -> bool:
@@ -328,7 +328,7 @@ class _Reached:
             for number, one in enumerate(self._files)
             for test in one.tests
         ) or any(
-            self._follows(test.source, number, flows.length(key), level)
+            self._follows(test.source, number, flow_records.length(key), level)
             for number, one in enumerate(self._files)
             for test in one.tests
             if test.decides == "held" and test.but.isdisjoint(reached)
