@@ -15,8 +15,8 @@ from scratch_memory import scratch
 
 import gpumem_magic
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.operators.copies import fits_blas
 from gpumem_magic.virtual.operators.cub import Cub
+from gpumem_magic.virtual.operators.matrices_as_they_lie import fits_blas
 from gpumem_magic.virtual.operators.sorting import sort_blocks
 
 # That of PyTorch 2.13 on the card of the tests, and what it sorts in.

@@ -18,6 +18,8 @@ import gpumem_magic.virtual.operators.convolutions
 import gpumem_magic.virtual.operators.copies
 import gpumem_magic.virtual.operators.cudnn_attention
 import gpumem_magic.virtual.operators.data_dependent
+import gpumem_magic.virtual.operators.distances
+import gpumem_magic.virtual.operators.draws
 import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fake_quantisation
 import gpumem_magic.virtual.operators.fourier
@@ -26,11 +28,15 @@ import gpumem_magic.virtual.operators.layouts
 import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
+import gpumem_magic.virtual.operators.many_at_once
+import gpumem_magic.virtual.operators.matrices_as_they_lie
 import gpumem_magic.virtual.operators.matrix_exponential
 import gpumem_magic.virtual.operators.norms
 import gpumem_magic.virtual.operators.products_of_types
 import gpumem_magic.virtual.operators.reductions
+import gpumem_magic.virtual.operators.scans
 import gpumem_magic.virtual.operators.scattering
+import gpumem_magic.virtual.operators.searches
 import gpumem_magic.virtual.operators.semi_structured
 import gpumem_magic.virtual.operators.shapes
 import gpumem_magic.virtual.operators.sorting

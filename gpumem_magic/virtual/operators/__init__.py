@@ -4,7 +4,8 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
 
 * results: `shapes` (PyTorch has no rule), `layouts` (its rule has them lie otherwise), `data_dependent` (values, and sizes
   that depend on values), `checks` (comparisons);
-* memory beside the results: `copies` (into another layout), `sorting`, `scattering` and `positions` (masks) with `cub`,
+* memory beside the results: `copies` (into another layout), `matrices_as_they_lie`, `scans`, `searches`, `distances`,
+  `draws`, `many_at_once`, `sorting`, `scattering` and `positions` (masks) with `cub`,
   `reductions`, `convolutions` with `cudnn`, `ctc`, `norms`, `attention_gradients`, `cudnn_attention`, `made_of_others`,
   `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `sparse_products`, `sparse_softmax`,
   `compressed` and `compressing` with `cusparse`, `fake_quantisation`, `temporaries` (the rest); what is added in place:
