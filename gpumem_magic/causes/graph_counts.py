@@ -28,7 +28,9 @@ _Turn = TypeVar("_Turn", int, tuple[tuple[int, ...], tuple[int, ...]])
 def graphs_of(scene: Scene, spot: Spot, *, whole: bool = False) -> int:
     """How many iterations' graphs a place keeps: of training's, or of the loop in which they were made; in a loop that nobody
     sees, as many as the place has parts, each of a forward of its own. whole: without one of which next to nothing is there."""
-    kept = [(birth, one.size) for one in spot.held if (birth := born(scene, one)) >= 0 and not _is_shared(scene, one)]
+    kept = [
+        (birth, one.size) for one in spot.held if (birth := born_at(scene, one)) >= 0 and not _is_shared(scene, one)
+    ]
     born = sorted(birth for birth, _ in kept)
     ends = [one.end for one in scene.iterations]
     iterations = _turns(((bisect_left(ends, birth + 1), size) for birth, size in kept), whole=whole) if ends else set()
@@ -54,7 +56,7 @@ def _added_up(scene: Scene, spot: Spot, starts: Sequence[int]) -> int:
     """Of how many forwards of one line a number reaches the graphs, where a later backward has gone through none of them: a sum
     that a function makes which trains and evaluates, say."""
     last = max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)
-    if not keeps_numbers(scene, spot) or any(born(scene, one) >= last for one in spot.held):
+    if not keeps_numbers(scene, spot) or any(born_at(scene, one) >= last for one in spot.held):
         return 0
     return max(map(len, come_again(scene, spot.held, starts).values()), default=0)
 
@@ -74,13 +76,13 @@ def come_again(scene: Scene, graphs: Iterable[Held], starts: Sequence[int]) -> d
     births = scene.recording.logs[scene.device].births
     found: dict[CodePlace, set[int]] = defaultdict(set)
     for one in graphs:
-        birth = births.get(born(scene, one))
+        birth = births.get(born_at(scene, one))
         if birth is not None and birth.place is not None and birth.place.own_line:
-            found[birth.place].add(bisect_right(starts, born(scene, one)))
+            found[birth.place].add(bisect_right(starts, born_at(scene, one)))
     return found
 
 
-def born(scene: Scene, one: Held) -> int:
+def born_at(scene: Scene, one: Held) -> int:
     allocation = scene.alive.get(one.address)
     return -1 if allocation is None else allocation.born
 
@@ -101,6 +103,6 @@ def backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Writte
     """The loop in which memory ran out, and the backward behind it that goes through what it made, where the graphs were all made
     since the last backward."""
     last = max(map(scene.end_of, scene.spans(BACKWARD)), default=-1)
-    if scene.report.error is None or any(born(scene, one) < last for spot in found for one in spot.held):
+    if scene.report.error is None or any(born_at(scene, one) < last for spot in found for one in spot.held):
         return None
     return backward_behind(scene.program.texts, scene.left.way)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpumem_magic.causes.detaching import detaching
-from gpumem_magic.causes.graph_counts import backward_ahead, born, graphs_of, keeps_numbers
+from gpumem_magic.causes.graph_counts import backward_ahead, born_at, graphs_of, keeps_numbers
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.own_functions import outlived_a_backward
 from gpumem_magic.causes.places import (
@@ -171,7 +171,7 @@ def _without_autograd(scene: Scene, found: Sequence[Spot], *, alone: bool) -> st
     ends = [scene.end_of(one) for one in scene.spans(BACKWARD)]
     if alone and not ends and keeps_numbers(scene, found[0]):
         return ""
-    if any(born(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
+    if any(born_at(scene, one) < max(ends, default=0) for spot in found for one in spot.held):
         return ""
     return " Where no backward is to follow, run it inside `with torch.no_grad():`, and nothing is saved for one."
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.graph_counts import backward_ahead, born, come_again, graphs_of, keeps_numbers
+from gpumem_magic.causes.graph_counts import backward_ahead, born_at, come_again, graphs_of, keeps_numbers
 from gpumem_magic.causes.model import EQUAL_ITERATIONS, LEAST, Scene
 from gpumem_magic.causes.places import (
     quoted,
@@ -31,9 +31,9 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     if not forwards:
         return None
     starts = sorted(map(scene.start_of, forwards))
-    ours = [one for one in scene.held if one.kind == "graph" and born(scene, one) >= starts[0]]
+    ours = [one for one in scene.held if one.kind == "graph" and born_at(scene, one) >= starts[0]]
     freed = size_of(ours)
-    kept = len({bisect_right(starts, born(scene, one)) for one in ours})
+    kept = len({bisect_right(starts, born_at(scene, one)) for one in ours})
     if freed < LEAST or backward_ahead(scene, spots(ours)) is not None:
         return None
     place = scene.left.place if scene.report.error is not None else None
@@ -59,7 +59,7 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     root = scene.holdings.roots[by_root(ours).most_common(1)[0][0]]
     graphs = kept if backwards else max(graphs_of(scene, spot) for spot in spots(ours))
     what = f"the graphs of {graphs} iterations" if graphs > 1 else "a graph"
-    row = next((point for point, begin, end in scene.statements if begin <= born(scene, ours[0]) < end), None)
+    row = next((point for point, begin, end in scene.statements if begin <= born_at(scene, ours[0]) < end), None)
     at = f" (line {row.line})" if row is not None else ""
     evaluating = sorted(scene.evaluating)
     names = ", ".join(f"`{name}`" for name in evaluating[:3])

@@ -31,6 +31,7 @@ import gpumem_magic.virtual.operators.made_of_others
 import gpumem_magic.virtual.operators.many_at_once
 import gpumem_magic.virtual.operators.matrices_as_they_lie
 import gpumem_magic.virtual.operators.matrix_exponential
+import gpumem_magic.virtual.operators.nested_attention
 import gpumem_magic.virtual.operators.norms
 import gpumem_magic.virtual.operators.products_of_types
 import gpumem_magic.virtual.operators.reductions

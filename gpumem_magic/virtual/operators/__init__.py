@@ -14,6 +14,7 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
   `written_gradients`, `own_formulas` with `reflections`;
   what older versions keep: `kept_inputs`;
 * what the host does otherwise where it computes: `equivalents`, `integer_division`;
+* tensors of several lengths: `nested_tensors`, `nested_operators` with `nested_kernels` and `nested_attention`, `jagged`;
 * tensors and processes: `factories`, `semi_structured`, `known_zeros`, `autocast`, `collectives`.
 
 `workspaces` is cuBLAS's memory, which is kept after the operator.

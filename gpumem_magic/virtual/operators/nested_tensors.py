@@ -3,7 +3,8 @@
 PyTorch has them as a class of C++'s (`NestedTensorImpl`), which no fake tensor can stand for. Here one is an object of Python's
 over a buffer that is an ordinary virtual tensor: what is asked of the allocator, gradients and values are the buffer's. Whatever
 only looks at the buffer in another way (`transpose`, `view`, `chunk`, ...) is asked of PyTorch's own on the host, over memory
-that nobody touches: sizes, and the words of its errors, are PyTorch's. What computes is in `nested_operators`.
+that nobody touches: sizes, and the words of its errors, are PyTorch's. What computes is in `nested_operators`,
+`nested_kernels` and `nested_attention`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import prod
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,6 +26,8 @@ INSTEAD = "layout=torch.jagged or dense (padded) tensors"
 
 # By its name, what a function or method of PyTorch's does with nested tensors (`nested_operators`).
 RULES: dict[str, Callable[..., Any]] = {}
+# While devices are on: by a device's number, how it chooses attention's kernel.
+DEVICES: Any = SimpleNamespace(gpu_of=None)
 # Another look at the same buffer, and questions that the sizes answer.
 _VIEWS = {
     "transpose", "view", "reshape", "chunk", "split", "split_with_sizes", "narrow", "squeeze", "unsqueeze", "flatten",
@@ -172,6 +176,20 @@ class NestedOnDevice(torch.Tensor):
         # (A byte an element: the system gives memory when it is written to.)
         memory = torch.empty(self.buffer.numel(), dtype=torch.uint8, device="cpu")
         return torch._nested_view_from_buffer(memory, *self._where())
+
+
+def rule_for(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """What these functions of PyTorch's do with nested tensors."""
+
+    def add(rule: Callable[..., Any]) -> Callable[..., Any]:
+        RULES.update(dict.fromkeys(names, rule))
+        return rule
+
+    return add
+
+
+def is_nested(value: Any) -> bool:
+    return isinstance(value, NestedOnDevice)
 
 
 def _plain_strides(size: Sequence[int]) -> tuple[int, ...]:
