@@ -6,11 +6,14 @@ Imports for type checking and imports inside functions count like all others.
 from __future__ import annotations
 
 import ast
+import pkgutil
 import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from project_scripts import load
+
+from gpumem_magic.virtual import operators
 
 HOUSE = load(Path(__file__).parents[1] / "docs" / "house.py")
 modules, imports, room_and_floor = HOUSE.modules, HOUSE.imports, HOUSE.room_and_floor
@@ -98,3 +101,10 @@ def test_the_contributors_page_names_files_that_exist() -> None:
     root = HOUSE.PACKAGE.parent
     assert len(named) > 20
     assert [name for name in sorted(named) if not any((base / name).is_file() for base in (HOUSE.PACKAGE, root))] == []
+
+
+def test_the_operators_page_names_every_module() -> None:
+    """Who adds a rule looks there for the module that fits."""
+    modules = {one.name for one in pkgutil.iter_modules(operators.__path__)}
+    named = set(re.findall(r"`(\w+)`", operators.__doc__ or ""))
+    assert not modules - named

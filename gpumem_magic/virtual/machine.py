@@ -20,12 +20,12 @@ import gpumem_magic.virtual.operators.cudnn_attention
 import gpumem_magic.virtual.operators.data_dependent
 import gpumem_magic.virtual.operators.distances
 import gpumem_magic.virtual.operators.draws
+import gpumem_magic.virtual.operators.eigenvalues
 import gpumem_magic.virtual.operators.equivalents
 import gpumem_magic.virtual.operators.fake_quantisation
 import gpumem_magic.virtual.operators.fourier
 import gpumem_magic.virtual.operators.integer_division
 import gpumem_magic.virtual.operators.layouts
-import gpumem_magic.virtual.operators.linear_algebra
 import gpumem_magic.virtual.operators.losses
 import gpumem_magic.virtual.operators.made_of_others
 import gpumem_magic.virtual.operators.many_at_once
@@ -40,6 +40,9 @@ import gpumem_magic.virtual.operators.scattering
 import gpumem_magic.virtual.operators.searches
 import gpumem_magic.virtual.operators.semi_structured
 import gpumem_magic.virtual.operators.shapes
+import gpumem_magic.virtual.operators.solving_by_cholesky
+import gpumem_magic.virtual.operators.solving_by_lu
+import gpumem_magic.virtual.operators.solving_by_reflections
 import gpumem_magic.virtual.operators.sorting
 import gpumem_magic.virtual.operators.sparse
 import gpumem_magic.virtual.operators.sparse_softmax

@@ -2,20 +2,24 @@
 
 A rule is a function under `special` (`engine.engine`) in the module that fits:
 
-* results: `shapes` (PyTorch has no rule), `layouts` (its rule has them lie otherwise), `data_dependent` (values, and sizes
-  that depend on values), `checks` (comparisons);
-* memory beside the results: `copies` (into another layout), `matrices_as_they_lie`, `scans`, `searches`, `distances`,
-  `draws`, `many_at_once`, `sorting`, `scattering` and `positions` (masks) with `cub`,
-  `reductions`, `convolutions` with `cudnn`, `ctc`, `norms`, `attention_gradients`, `cudnn_attention`, `made_of_others`,
-  `fourier`, `linear_algebra` with `cusolver`, `matrix_exponential`, `sparse`, `sparse_products`, `sparse_softmax`,
-  `compressed` and `compressing` with `cusparse`, `fake_quantisation`, `temporaries` (the rest); what is added in place:
-  `gradients_that_meet`;
-* operators that C++ puts together differently for CUDA: `composites`, `cells`, `attention`, `encoder_layers`,
-  `written_gradients`, `own_formulas` with `reflections`;
-  what older versions keep: `kept_inputs`;
-* what the host does otherwise where it computes: `equivalents`, `integer_division`;
+* results: `shapes` (PyTorch has no rule), `layouts` (its rule has them lie otherwise), `data_dependent` (values, and sizes that
+  depend on values), `checks` (comparisons), `known_zeros`, `matrix_ranks`;
+* what is copied first: `copies` (into another layout), `matrices_as_they_lie` (for cuBLAS), `products_of_types`,
+  `convolution_layouts`, `index_lists`;
+* what is put in order, picked or counted: `sorting`, `scans`, `searches`, `scattering` and `positions` (masks), with `cub`;
+* what is added up or drawn: `reductions`, `norms`, `losses`, `ctc`, `distances`, `draws`, `many_at_once`;
+* linear algebra: `solving_by_lu`, `solving_by_cholesky`, `solving_by_reflections` and `eigenvalues`, with `linear_algebra` and
+  `cusolver`; `matrix_exponential`;
+* convolutions, recurrent layers, transforms: `convolutions` with `cudnn`, `cudnn_library` and `cudnn_answers`; `recurrent`;
+  `fourier`;
+* attention: `attention`, `attention_gradients`, `cudnn_attention`, `encoder_layers`;
+* sparse tensors: `sparse`, `sparse_products`, `sparse_softmax`, `compressed` with `compressed_parts`, `compressing` with
+  `cusparse`, `semi_structured`;
 * tensors of several lengths: `nested_tensors`, `nested_operators` with `nested_kernels` and `nested_attention`, `jagged`;
-* tensors and processes: `factories`, `semi_structured`, `known_zeros`, `autocast`, `collectives`.
+* what C++ or Python puts together for CUDA: `composites`, `cells`, `made_of_others`, `own_formulas` with `reflections`;
+* gradients: `written_gradients`, `gradients_that_meet` (added in place), `kept_inputs` (what older versions keep);
+* what the host does otherwise where it computes: `equivalents`, `integer_division`;
+* tensors, types and processes: `factories`, `autocast`, `fake_quantisation`, `growing`, `collectives`, `communicators`.
 
-`workspaces` is cuBLAS's memory, which is kept after the operator.
+`temporaries` has the rest; `workspaces` is cuBLAS's memory, which is kept after the operator.
 """
