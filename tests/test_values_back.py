@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,3 +108,19 @@ def test_lines_that_read_are_told_before_those_that_sent() -> None:
     assert "; they were read at line 9 (3 times), and went to the host and back at line 4 (2 times)." in " ".join(
         explain.remarks(told)
     )
+
+
+@pytest.mark.parametrize("where", ["a file", "memory"])
+def test_what_was_saved_of_what_nobody_knows_is_not_known_when_it_is_loaded(tmp_path: Path, where: str) -> None:
+    file = io.BytesIO() if where == "memory" else tmp_path / "saved.pt"
+    with gpumem_magic.measure(device="T4") as measured, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        drawn = torch.rand(300, 300, device="cuda")
+        torch.save({"loss": drawn.sum(), "step": torch.tensor(7, device="cuda")}, file)
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        loaded = torch.load(file)
+        assert loaded["step"].item() == 7
+        if loaded["loss"].item() > 1:
+            torch.relu(drawn)
+    assert "an `if` may go the other way" in measured.report.answer

@@ -519,6 +519,32 @@ def name(v):
 """
 
 
+_SENT = """y = x.item()
+def watch():
+    while True:
+        got = yield 1
+        if got > 2: train(z)
+w = watch()
+w.send(y)"""
+_BECOMING = """y = x.item()
+def check():
+    if y > 2: raise ValueError
+try:
+    try: check()
+    except ValueError as e: raise RuntimeError from e
+except RuntimeError: train(z)"""
+_WARNED = """y = x.item()
+warnings.simplefilter("HOW")
+def check():
+    if y > 2: warnings.warn("large")
+try: check()
+except UserWarning: train(z)"""
+_LOGGED = """y = x.item()
+class Mine(BASE):
+    def emit(self, record): train(z)
+log.info('%s', y)"""
+
+
 @pytest.mark.parametrize(
     ("code", "chooses"),
     [
@@ -657,6 +683,33 @@ def name(v):
         (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.best() > 1: train(z)"), True),
         (_HANDED.replace("run(GIVEN)", "kept.best, n = loss, 0\nif kept.best() > 1: train(z)"), True),
         (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.last() > 1: train(z)"), False),
+        # What a generator is handed, and what an error says.
+        (_SENT, True),
+        (_SENT.replace(".send(y)", ".send(2)"), False),
+        ("y = x.item()\ntry: raise ValueError(y)\nexcept ValueError as e:\n    if e.args[0] > 1: train(z)", True),
+        ("y = x.item()\ntry: sys.exit(y)\nexcept SystemExit as e:\n    if e.code: train(z)", True),
+        ("y = x.item()\ntry: raise ValueError(y)\nexcept KeyError as e:\n    if e.args[0] > 1: train(z)", False),
+        # Errors that others are raised behind.
+        (_BECOMING, True),
+        (_BECOMING.replace("raise RuntimeError from e", "raise OSError from e"), False),
+        # Warnings that are errors.
+        (_WARNED.replace("HOW", "error"), True),
+        (_WARNED.replace("HOW", "ignore"), False),
+        (_WARNED.replace("HOW", "error").replace("except UserWarning", "except Warning"), True),
+        (_WARNED.replace("HOW", "error").replace("except UserWarning", "except KeyError"), False),
+        # What a logger's own handler does.
+        (_LOGGED.replace("BASE", "logging.Handler"), True),
+        (_LOGGED.replace("BASE", "Recorder"), False),
+        (_LOGGED.replace("BASE", "logging.Handler").replace("'%s', y", "'step'"), False),
+        # What a text of the program's does.
+        ("y = x.item()\nexec(f'n = {y}', {}, found)", True),
+        ("y = x.item()\nexec(text, {'y': y})", True),
+        ("y = x.item()\nexec(text)", False),
+        # What lies in a file in memory.
+        ("y = x.cpu()\nf = io.BytesIO()\ntorch.save(y, f)\nif torch.load(f).sum() > 2: train(z)", True),
+        ("y = x.cpu()\nf = 'y.pt'\ntorch.save(y, f)\nif f in kept: train(z)", False),
+        ("y = x.item()\nglobals()['COUNT'] = y\nif COUNT > 2: train(z)", True),
+        ("y = x.item()\nglobals()['COUNT'] = y\nif COUNTS > 2: train(z)", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:
@@ -780,6 +833,9 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("getattr(self, f'layer{x.item()}')(batch)", True),
         ("y = x.item()\ntable.get(y)(batch)", True),
         ("nets[0](x.item())", False),
+        ("y = x.item()\nattrgetter(y)(nets)(batch)", True),
+        ("y = x.item()\noperator.itemgetter(y)(nets)(batch)", True),
+        ("y = x.item()\noperator.itemgetter(0)(nets)(batch)", False),
         ("y = x.item()\ndel cache[y]", True),
         ("y = x.item()\ncache.pop(y)", True),
         ("y = x.item()\nworst = min(scores, key=lambda name: y)\ndel cache[worst]", True),
@@ -823,6 +879,9 @@ def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) 
         ("y = x.item()\nwith torch.set_grad_enabled(y > 2): net(z)", True),
         ("y = x.item()\nloss.backward(retain_graph=y > 2)", True),
         ("y = x.item()\nfreeze = False\nif y > 2: freeze = True\np.requires_grad = not freeze", True),
+        ("y = x.item()\nnet.train(y > 2)", True),
+        ("y = x.item()\nnet.train(mode=not y)", True),
+        ("y = x.item()\nnet.train(y)", False),
         ("y = x.item()\np.requires_grad_(True)", False),
         ("y = x.item()\nwith torch.set_grad_enabled(phase == 'train'): net(z)", False),
         ("y = torch.tensor([x.item()], requires_grad=True)", False),
@@ -1078,6 +1137,13 @@ def test_which_lines_make_a_size(tmp_path: Path, code: str, makes: bool) -> None
         ("y = x.numpy()\nfor place in np.argsort(-y)[:3]:\n    z = torch.zeros(widths[place])", True),
         ("y = json.loads(json.dumps(x.tolist()))\nz = torch.zeros(9 if max(y) > 1 else 3)", True),
         ("y = x.item()\nz = F.interpolate(rows, scale_factor=y)", True),
+        ("y = x.item()\nbar = '#' * int(y)\nz = torch.zeros(len(bar))", True),
+        ("y = x.item()\ndigits = list(str(y))\nz = torch.zeros(len(digits))", True),
+        ("y = x.item()\ntext = f'{y:.3f}'\nz = torch.zeros(len(text))", True),
+        ("y = x.item()\ntext = f'{y:.3f}'\nz = torch.zeros(len(texts))\nprint(text)", False),
+        ("y = x.item()\ncaption = f'{y:.3f}'\nshow(Image(rows, caption))", False),
+        ("y = x.item()\nrandom.seed(int(y))\nz = torch.zeros(random.randint(1, 9))", True),
+        ("y = x.item()\nrandom.seed(4)\nz = torch.zeros(random.randint(1, 9))", False),
         ("y = x.item()\nz = torch.full((9,), y)", False),
         ("y = x.item()\nz = torch.zeros(int(rows.shape[0]))\nprint(y)", False),
         ("y, n = x.item(), int(rows.size(0))\nprint(round(y, 2))\nz = torch.zeros(k)", False),

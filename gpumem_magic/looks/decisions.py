@@ -316,6 +316,8 @@ class _Reached:
                 key = asked[0], asked[1].removesuffix("#")
                 if asked in self._keys_of(key, level) and self._follows(source, number, key, level):
                     return True
+                if asked != key and self._follows(source, number, asked, level):
+                    return True
         return False
 
     def holds(self) -> bool:

@@ -78,6 +78,12 @@ def targets(node: ast.expr) -> Iterator[str]:
         yield from targets(node.value)
     elif isinstance(node, ast.Subscript):
         entry = entry_of(node)
+        if (
+            isinstance(node.value, ast.Call)
+            and called(node.value) == "globals"
+            and isinstance(node.slice, ast.Constant)
+        ):
+            yield str(node.slice.value)
         yield from inside(node.value)
         if entry is not None:
             yield f"{entry[0]}[={entry[1]}]"
@@ -246,13 +252,17 @@ def placements(call: ast.Call) -> Iterator[ast.expr]:
 
 
 def switches(node: ast.AST) -> Iterator[ast.expr]:
-    """What says whether gradients are kept: of an assignment or a call."""
+    """What says whether gradients are kept, or a module trains: of an assignment or a call."""
     if isinstance(node, ast.Assign):
         if any(isinstance(one, ast.Attribute) and one.attr == "requires_grad" for one in node.targets):
             yield node.value
     elif isinstance(node, ast.Call):
         if called(node) in _SWITCHES:
             yield from node.args[:1]
+        elif called(node) == "train" and isinstance(node.func, ast.Attribute):
+            # (Of a module: another method of that name is given what it trains with.)
+            asked = (ast.Compare, ast.BoolOp, ast.UnaryOp)
+            yield from (one for one in (*node.args, *(part.value for part in node.keywords)) if isinstance(one, asked))
         yield from (one.value for one in node.keywords if one.arg in _SWITCHING)
 
 
@@ -394,3 +404,57 @@ def keys_set(node: ast.AST, keyed: frozenset[str]) -> Iterator[ast.Subscript]:
 def makes_of_contents(call: ast.Call) -> bool:
     """Whether a call makes a tensor as long as what it is made of."""
     return called(call) in _OF_CONTENTS and not dotted(call.func).startswith(_HOSTS)
+
+
+# What a logger is told of something by.
+LOGGING = frozenset(("log", "debug", "info", "warning", "error", "critical", "exception"))
+
+
+def handles_logs(tree: ast.AST) -> bool:
+    """Whether a file has a logger's handler or filter of its own, which runs where something is logged."""
+    return any(
+        isinstance(node, ast.ClassDef)
+        and any(dotted(base).endswith(("Handler", "Filter")) for base in node.bases)
+        and any(isinstance(one, ast.FunctionDef) and one.name in ("emit", "filter") for one in node.body)
+        for node in ast.walk(tree)
+    )
+
+
+def streams(tree: ast.AST) -> frozenset[str]:
+    """The names of files in memory."""
+    made = ((one, one.value) for one in ast.walk(tree) if isinstance(one, ast.Assign))
+    return frozenset(
+        name
+        for node, value in made
+        if isinstance(value, ast.Call) and called(value) in ("BytesIO", "StringIO")
+        for target in node.targets
+        for name in targets(target)
+    )
+
+
+def written_into(call: ast.Call, files: frozenset[str]) -> ast.expr | None:
+    """The file in memory that a call writes its first argument to (``torch.save(x, buffer)``)."""
+    if called(call) not in ("save", "dump") or len(call.args) < 2 or dotted(call.args[1]) not in files:
+        return None
+    return call.args[1]
+
+
+def seeded(call: ast.Call) -> ast.expr | None:
+    """What draws by the number that a call gives it. (Of what PyTorch draws on a device nothing is known.)"""
+    if called(call) != "seed" or not call.args or not isinstance(call.func, ast.Attribute):
+        return None
+    return call.func.value
+
+
+def spelled(node: ast.expr) -> Iterator[ast.expr]:
+    """What decides how long a text or a repeated list is that an expression makes."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.FormattedValue):
+            yield one.value
+        elif isinstance(one, ast.Call) and called(one) in ("str", "repr", "format", "hex", "bin", "oct"):
+            yield from _taken(one)
+        elif isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mult):
+            sides = one.left, one.right
+            for side, other in (sides, sides[::-1]):
+                if isinstance(side, ast.List) or (isinstance(side, ast.Constant) and isinstance(side.value, str)):
+                    yield other

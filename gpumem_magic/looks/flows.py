@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from gpumem_magic.looks.expressions import (
     LEAVES,
+    LOGGING,
     QUIET,
     anywhere_in,
     arguments,
@@ -29,6 +30,7 @@ from gpumem_magic.looks.expressions import (
     entry_of,
     fails_by,
     functions_asked,
+    handles_logs,
     imported_modules,
     inside,
     is_mask,
@@ -42,15 +44,27 @@ from gpumem_magic.looks.expressions import (
     ordered_names,
     placements,
     put_in_order,
+    seeded,
     selections,
+    spelled,
+    streams,
     switches,
     targets,
     whole_numbers,
+    written_into,
 )
 from gpumem_magic.looks.flow_records import FileFlows, Flow, Key, Place, StatementUses, Test, Through, Uses, length
 from gpumem_magic.looks.given_names import GivenNames
 from gpumem_magic.looks.parsing import parsed
-from gpumem_magic.looks.raises import Raises, is_swallowed, raised_by, swallowing
+from gpumem_magic.looks.raises import (
+    Raises,
+    caught_by,
+    is_swallowed,
+    raised_by,
+    raised_or_warned,
+    swallowing,
+    warnings_are_errors,
+)
 from gpumem_magic.looks.wording import Own, Wording
 
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
@@ -122,7 +136,9 @@ def _result_of(function: ast.expr) -> ast.expr:
 # What makes letters of numbers.
 _SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
 # What gives the object of a name, or of a key.
-_GIVES = frozenset(("getattr", "get", "get_submodule"))
+_GIVES = frozenset(("getattr", "get", "get_submodule", "attrgetter", "itemgetter", "methodcaller"))
+# What a generator that waits in a ``yield`` is handed.
+_SENT = frozenset((0, f"{name}(0") for name in ("send", "asend"))
 # What says by an error that there is no more of an object.
 _ENDING = {"__next__": "StopIteration", "__anext__": "StopAsyncIteration", "__getitem__": "IndexError"}
 # How objects say how they compare.
@@ -151,6 +167,9 @@ class _FlowReader:
         self._wording = Wording(tree, self._keyed)
         self._given = GivenNames(tree)
         self._swallowing = swallowing(tree)
+        self._raised_by = raised_by if not warnings_are_errors(tree) else raised_or_warned
+        self._told_of_logs = handles_logs(tree)
+        self._streams = streams(tree)
         self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
         self._once = 0
         self._statement: Place = (0, 0)
@@ -275,6 +294,8 @@ class _FlowReader:
                     self._hands_on(node.value, names)
                 for one in selections(node.value):
                     self._flow(one, (*names, *map(length, names)), "count")
+                for one in spelled(node.value):
+                    self._flow(one, tuple(map(length, names)), "count")
                 if is_mask(node.value):
                     self._flow(node.value, tuple(map(_mask, names)), "count")
                 for one in as_long_as(node.value):
@@ -349,13 +370,20 @@ class _FlowReader:
             around = self._statement
             for tried in (one for part in node.body for one in ast.walk(part)):  # type: ignore[attr-defined]
                 if isinstance(tried, ast.Assert) or (
-                    isinstance(tried, ast.If) and isinstance(tried.body[0], ast.Raise)
+                    isinstance(tried, ast.If)
+                    and (isinstance(tried.body[0], ast.Raise) or self._raised_by(tried.body[0]))
                 ):
                     self._statement = (tried.lineno, tried.col_offset)
                     self._test(tried.test, "branch")
             self._statement = around
             if isinstance(node, ast.Try):
                 self._tried(node)
+                for handler in node.handlers:
+                    for error in caught_by(handler) if handler.name else ():
+                        self._link((0, f"{error}(raised"), self._key(handler.name or ""))
+        elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            for argument in arguments(node.exc):
+                self._flow(argument, ((0, f"{called(node.exc)}(raised"),))
 
     def _tried(self, node: ast.Try) -> None:
         """What Python finds wrong of a value, where more than numbers go by whether it does."""
@@ -399,7 +427,7 @@ class _FlowReader:
             return
         if ends:
             self._test(test, "loop")
-        for error in dict.fromkeys(map(raised_by, inner)):
+        for error in dict.fromkeys(map(self._raised_by, inner)):
             if error:
                 self._raised(test, error, scope)
         if isinstance(node, (ast.If, ast.Match)):
@@ -452,6 +480,20 @@ class _FlowReader:
             self._flow(
                 item, tuple((at, f"{one}{mark}") for at, one in map(self._key, names) for mark in ("", "^")), "way"
             )
+        if self._told_of_logs and name in LOGGING:
+            # (What a handler of the program's own does may be anything.)
+            for argument in arguments(call):
+                self._test(argument, "branch")
+                self._flow(argument, ((0, "emit(0"),), "argument")
+        if name == "exit":
+            for argument in call.args:
+                self._flow(argument, ((0, "SystemExit(raised"),))
+        if name == "exec" and isinstance(call.func, ast.Name):
+            for argument in call.args:
+                self._test(argument, "branch")
+                self._flow(argument, tuple(map(self._key, targets(call.args[-1]))))
+        if (into := written_into(call, self._streams)) is not None or (into := seeded(call)) is not None:
+            self._flow(call.args[0], tuple(map(self._key, targets(into))))
         if isinstance(call.func, ast.Attribute) and name == "copy_" and call.args:
             self._flow(call.args[0], tuple(map(self._key, targets(call.func.value))))
         for key in keys_given(call, self._keyed):
@@ -699,6 +741,8 @@ class _FlowReader:
         elif isinstance(node, ast.Attribute) and node.attr in _OF_SHAPE:
             yield from self._keys(node.value, "length")
         else:
+            if isinstance(node, ast.Yield):
+                yield from _SENT
             if isinstance(node, ast.Compare):
                 yield from self._compared(node)
             asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpumem_magic.looks.expressions import called, calls, dotted
@@ -15,15 +15,17 @@ _WITH = (ast.With, ast.AsyncWith)
 @dataclass(frozen=True)
 class Raises:
     """callers: by a function's name, what is called within it. catching: what is called within each ``try`` (or ``suppress``),
-    and the errors that it names and goes on behind. bases: by a class's name, what it inherits from."""
+    and the errors that it names and goes on behind. becoming: the same of those behind which another is raised, with that.
+    bases: by a class's name, what it inherits from."""
 
     callers: dict[str, frozenset[str]] = field(default_factory=dict)
     catching: tuple[tuple[frozenset[str], frozenset[str]], ...] = ()
+    becoming: tuple[tuple[frozenset[str], frozenset[str], str], ...] = ()
     bases: dict[str, frozenset[str]] = field(default_factory=dict)
 
     @staticmethod
     def of(tree: ast.Module) -> Raises:
-        return Raises(_callers(tree), tuple(_catching(tree)), _bases(tree))
+        return Raises(_callers(tree), tuple(_catching(tree)), tuple(_becoming(tree)), _bases(tree))
 
 
 NO_RAISES = Raises()
@@ -43,6 +45,13 @@ def are_caught(function: str, error: str, files: Iterable[Raises]) -> bool:
         if name not in names and not inside.isdisjoint(names)
     }:
         names |= more
+    while others := {
+        other
+        for one in files
+        for inside, caught, other in one.becoming
+        if other not in errors and not inside.isdisjoint(names) and not caught.isdisjoint(errors)
+    }:
+        errors |= others
     return any(
         not inside.isdisjoint(names) and not caught.isdisjoint(errors)
         for one in files
@@ -55,6 +64,36 @@ def raised_by(node: ast.AST) -> str:
     if not isinstance(node, ast.Raise) or node.exc is None:
         return ""
     return (called(node.exc) if isinstance(node.exc, ast.Call) else dotted(node.exc)).rpartition(".")[2]
+
+
+def raised_or_warned(node: ast.AST) -> str:
+    """The same where warnings are errors."""
+    call = node.value if isinstance(node, ast.Expr) else node
+    if not isinstance(call, ast.Call) or called(call) != "warn":
+        return raised_by(node)
+    kind = (
+        call.args[1]
+        if len(call.args) > 1
+        else next((one.value for one in call.keywords if one.arg == "category"), None)
+    )
+    return "UserWarning" if kind is None else _last(kind)
+
+
+def warnings_are_errors(tree: ast.AST) -> bool:
+    """Whether a file has some warnings be errors."""
+    return any(
+        called(call) in ("simplefilter", "filterwarnings")
+        and bool(call.args)
+        and isinstance(call.args[0], ast.Constant)
+        and call.args[0].value == "error"
+        for call in calls(tree)
+    )
+
+
+def caught_by(handler: ast.ExceptHandler) -> Sequence[str]:
+    """The names of the errors that it catches."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type] if handler.type else []
+    return [_last(kind) for kind in kinds]
 
 
 def swallowing(tree: ast.Module) -> frozenset[str]:
@@ -103,9 +142,8 @@ def _catching(tree: ast.Module) -> Iterator[tuple[frozenset[str], frozenset[str]
         caught: set[str] = set()
         if isinstance(node, ast.Try):
             for handler in node.handlers:
-                if handler.type is not None and not _raises_again(handler):
-                    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-                    caught.update(map(_last, kinds))
+                if not _raises_again(handler):
+                    caught.update(caught_by(handler))
         elif isinstance(node, _WITH):
             for one in node.items:
                 if isinstance(one.context_expr, ast.Call) and called(one.context_expr) == "suppress":
@@ -114,6 +152,16 @@ def _catching(tree: ast.Module) -> Iterator[tuple[frozenset[str], frozenset[str]
         caught -= {"", "Exception", "BaseException"}
         if caught:
             yield frozenset(called(call) for part in node.body for call in calls(part)), frozenset(caught)  # type: ignore[attr-defined]
+
+
+def _becoming(tree: ast.Module) -> Iterator[tuple[frozenset[str], frozenset[str], str]]:
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Try):
+            continue
+        inside = frozenset(called(call) for part in node.body for call in calls(part))
+        for handler in node.handlers:
+            for other in filter(None, map(raised_by, ast.walk(handler))):
+                yield inside, frozenset(caught_by(handler)), other
 
 
 def _raises_again(handler: ast.ExceptHandler) -> bool:
@@ -146,5 +194,7 @@ def _with_bases(error: str, files: Iterable[Raises]) -> frozenset[str]:
         one = left.pop()
         if one not in found:
             found.add(one)
+            if one != "Warning" and one.endswith("Warning"):
+                left.append("Warning")
             left += [base for file in files for base in file.bases.get(one, ())]
     return frozenset(found)

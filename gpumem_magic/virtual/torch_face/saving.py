@@ -20,7 +20,8 @@ import pickle
 import pkgutil
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -47,8 +48,9 @@ class StandInsNotSaved(RuntimeError):
 def install(patches: Patches, computes: bool) -> None:
     """computes: whether tensors on the devices have values; these are saved as from any device."""
     written: set[str] = set()
-    patches.set(torch, "save", _save_values(torch.save) if computes else _save(torch.save, written))
-    patches.set(torch, "load", _load(torch.load))
+    in_memory: weakref.WeakSet[io.BytesIO] = weakref.WeakSet()
+    patches.set(torch, "save", _save_values(torch.save) if computes else _save(torch.save, written, in_memory))
+    patches.set(torch, "load", _load(torch.load, lambda f: _has_stand_ins(f, written, in_memory)))
     if not computes:
         patches.set(torch.export, "save", _save_exported(torch.export.save, written))
     patches.set(torch.serialization, "location_tag", _location_tag(torch.serialization.location_tag))
@@ -74,7 +76,16 @@ def _reduced_class(kind: type) -> Any:
     return pkgutil.resolve_name, (f"{own.__module__}:{own.__qualname__}",)
 
 
-def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]:
+def _has_stand_ins(f: Any, written: Container[str], in_memory: Container[io.BytesIO]) -> bool:
+    """Whether stand-ins were saved there."""
+    if type(f) is io.BytesIO:
+        return f in in_memory
+    return isinstance(f, (str, os.PathLike)) and os.path.abspath(os.fspath(f)) in written
+
+
+def _save(
+    original: Callable[..., Any], written: set[str], in_memory: weakref.WeakSet[io.BytesIO]
+) -> Callable[..., Any]:
     def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
         pickler = kwargs.get("pickle_module", args[0] if args else None) or pickle
         holds, unknown_because = _holds_stand_ins(obj, pickler)
@@ -87,6 +98,8 @@ def _save(original: Callable[..., Any], written: set[str]) -> Callable[..., Any]
             original(obj, f, *args, **kwargs)
         if named:
             _warn(f, "contains" if unknown_because is None else "may contain")
+        elif type(f) is io.BytesIO:
+            in_memory.add(f)
         return None
 
     return save
@@ -272,7 +285,7 @@ def _finder(pickler: Any) -> Any:
     return Finder
 
 
-def _load(original: Callable[..., Any]) -> Callable[..., Any]:
+def _load(original: Callable[..., Any], has_stand_ins: Callable[[Any], bool]) -> Callable[..., Any]:
     def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
         placed: dict[int, torch.device] = {}
 
@@ -291,7 +304,7 @@ def _load(original: Callable[..., Any]) -> Callable[..., Any]:
             return target if isinstance(target, (torch.UntypedStorage, torch.TypedStorage)) else storage
 
         loaded = original(f, on_host, *args, **kwargs)
-        return _Mover(placed).move(loaded) if placed else loaded
+        return _Mover(placed, has_stand_ins(f)).move(loaded) if placed else loaded
 
     return load
 
@@ -314,8 +327,10 @@ def _target(map_location: Any, storage: Any, location: str) -> Any:
 class _Mover:
     """Puts loaded host tensors on the device, keeping what shared a storage together."""
 
-    def __init__(self, placed: dict[int, torch.device]) -> None:
+    def __init__(self, placed: dict[int, torch.device], has_stand_ins: bool) -> None:
+        """has_stand_ins: whether zeros may stand for what nobody knows."""
         self._placed = placed
+        self._has_stand_ins = has_stand_ins
         self._moved: dict[int, torch.Tensor] = {}
         self._storages: dict[int, torch.Tensor] = {}
 
@@ -353,7 +368,9 @@ class _Mover:
         with torch.no_grad():
             typed = torch.empty(0, dtype=tensor.dtype, device=device)
             typed.set_(whole.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
-        if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        if self._has_stand_ins and not tensor.any():
+            engine_of(typed).forget(typed)  # type: ignore[arg-type]
+        elif tensor.untyped_storage().nbytes() == tensor.nbytes:
             # An optimizer's count of its steps, which it divides by.
             engine_of(typed).learn(typed, tensor)  # type: ignore[arg-type]
         with torch._C.DisableTorchFunctionSubclass():
