@@ -524,3 +524,16 @@ def test_a_devices_own_generator_may_be_given() -> None:
         assert torch.empty(3, device="cuda").normal_(generator=generator).std() > 0
         assert torch.rand(3, device="cuda", generator=generator).is_cuda
     assert generator.device == torch.device("cuda:0")
+
+
+def test_what_ended_is_given_back_on_the_host_where_it_computes_next() -> None:
+    """Its allocator gives the block to the first who asks: to the next result, as in a program on the host."""
+    machine = gpu.turn_on("T4,values=real")
+    x = torch.rand(256, 1024, device="cuda")
+    for _ in range(3):
+        x.relu()
+    gone = machine.engine.table.gone
+    machine.engine.table.drain()
+    assert [one.shape for one in gone] == [x.shape]
+    x.relu()
+    assert not gone

@@ -131,6 +131,7 @@ class ComputingEngine(Engine):
     def _run(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
         """The same, inside `host_only`."""
         self.computed += 1
+        self.table.gone.clear()
         call = self._call(func, args, kwargs, device)
         return (call, *call.run(self.random))
 

@@ -559,6 +559,7 @@ class RealEngine(ComputingEngine):
             if self.tape is not None:
                 self.tape.append((made, self.twins.view(tensor), None))
             else:
+                self.table.gone.clear()
                 self.twins.keep(tensor, made.run(self.random)[0], ())
 
     def replay(self, tape: Tape) -> None:
@@ -622,6 +623,7 @@ class RealEngine(ComputingEngine):
         twins = self.twins
         results: Any = None
         hosts: list[Any] = []
+        self.table.gone.clear()
         if function is not None:
             hosts = [on_host(twins, arg) for arg in args]
             named = {name: on_host(twins, arg) for name, arg in kwargs.items()} if kwargs else {}
@@ -661,6 +663,7 @@ class RealEngine(ComputingEngine):
         # (Tensors that were met are dense, and neither negated nor conjugated.)
         hosts = [twins.plainly(arg) if is_ordinary(arg) else on_host(twins, arg) for arg in args]
         named: dict[str, Any] = {}
+        self.table.gone.clear()
         try:
             if kwargs:
                 named = {name: on_host(twins, arg) for name, arg in kwargs.items()}

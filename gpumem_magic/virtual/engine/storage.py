@@ -15,6 +15,10 @@ from typing import Any
 from gpumem_magic.virtual.engine.uniform import Uniform
 
 
+# Above which glibc asks the system for each block (`DEFAULT_MMAP_THRESHOLD_MAX` in malloc.c).
+_MAPPED = 32 << 20
+
+
 class _StorageReference(weakref.ref[Any]):
     """A weak reference to a storage which knows the storage's key after its death."""
 
@@ -82,6 +86,9 @@ class StorageTable:
         self._free = free
         self._placements: dict[int, Placement] = {}
         self._ended: deque[_StorageReference] = deque()
+        # What was on the host of some that have ended, until the host next computes: its allocator gives the newest free block to
+        # the first who asks, and small objects that come between would break it up.
+        self.gone: list[Any] = []
         self._note_end: Callable[[_StorageReference], object] = self._ended.append
         self._told_of_ends: tuple[Callable[[int, int], object], ...] = ()
         self._weakly: dict[int, Any] = {}
@@ -116,12 +123,15 @@ class StorageTable:
         if self._at_work or not (ended or self._weakly):
             return
         self._at_work = True
+        self.gone.clear()
         try:
             while ended:
                 watch = ended.popleft()
                 placement = placements.get(watch.key)
                 if placement is not None and placement.watch is watch:
                     del placements[watch.key]
+                    if placement.host is not None and placement.nbytes <= _MAPPED:
+                        self.gone.append(placement.host)
                     if placement.nbytes:
                         self._free(placement.device, placement.address)
             if self._weakly:
