@@ -92,6 +92,17 @@ def test_quantised_tensors_are_refused_and_what_to_do_is_said() -> None:
     assert torch.fake_quantize_per_tensor_affine(x, 0.1, 0, 0, 255).is_cuda
 
 
+@pytest.mark.filterwarnings("ignore:.*(quant|TypedStorage)")
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_layers_of_a_quantised_network_have_no_kernel_on_the_device(values: str) -> None:
+    gpu.turn_on(f"T4,values={values}")
+    plain = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    layers = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear}, torch.qint8)
+    assert layers(torch.rand(2, 4)).shape == (2, 4)
+    with pytest.raises(NotImplementedError, match=r"^Could not run 'quantized::linear_dynamic' with arguments"):
+        layers(torch.rand(2, 4, device="cuda"))
+
+
 @pytest.mark.parametrize("values", ["stand-in", "real"])
 def test_a_dlpack_capsule_has_the_tensors_memory(values: str) -> None:
     gpu.turn_on(f"T4,values={values}")

@@ -196,7 +196,9 @@ def refuse_to_grow(func: Any, args: Any, kwargs: Any) -> None:
 
 def refuse_without_kernel(func: Any) -> None:
     """Raises CUDA's error for an operator that it lacks."""
-    if func in _NOT_ON_CUDA:
+    # (Those of quantised networks are for the CPU; the few that cuDNN has, for quantised tensors of its own:
+    # ``native/quantized/cudnn``.)
+    if func in _NOT_ON_CUDA or func.namespace == "quantized":
         raise NotImplementedError(
             f"Could not run '{func.name().removesuffix('.default')}' with arguments from the 'CUDA' backend. This could be "
             "because the operator doesn't exist for this backend."

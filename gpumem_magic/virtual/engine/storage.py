@@ -14,7 +14,6 @@ from typing import Any
 
 from gpumem_magic.virtual.engine.uniform import Uniform
 
-
 # Above which glibc asks the system for each block (`DEFAULT_MMAP_THRESHOLD_MAX` in malloc.c).
 _MAPPED = 32 << 20
 
