@@ -519,6 +519,10 @@ def name(v):
 """
 
 
+_LISTED = """losses.append(x.item())
+def go(them):
+    if TEST: train(z)
+go(losses)"""
 _SENT = """y = x.item()
 def watch():
     while True:
@@ -683,6 +687,19 @@ log.info('%s', y)"""
         (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.best() > 1: train(z)"), True),
         (_HANDED.replace("run(GIVEN)", "kept.best, n = loss, 0\nif kept.best() > 1: train(z)"), True),
         (_HANDED.replace("run(GIVEN)", "kept.best = loss\nif kept.last() > 1: train(z)"), False),
+        # A list is there whatever is in it, also under another name.
+        ("losses = [x.item()]\nif losses: train(z)", False),
+        ("losses = [x.item()]\nif losses[0] > 2: train(z)", True),
+        ("losses = [x.item()]\nworst = max(losses)\nif worst > 2: train(z)", True),
+        ("losses = [x.item()]\nall_of_them = losses\nif all_of_them: train(z)", False),
+        ("losses = [x.item()]\nall_of_them = losses\nif all_of_them[-1] > 2: train(z)", True),
+        ("losses = [x.item()]\nmean = np.mean(losses) if losses else 0.0", False),
+        ("losses = [v for v in x.tolist()]\nif losses: train(z)", False),
+        ("losses = [v for v in x.tolist() if v > 2]\nif losses: train(z)", True),
+        (_LISTED.replace("TEST", "them"), False),
+        (_LISTED.replace("TEST", "them[-1] > 2"), True),
+        (_LISTED.replace("TEST", "sum(them) > 2"), True),
+        ("y = x.item()\nif y < 2:\n    file = io.BytesIO()\n    torch.save(net.state_dict(), file)", False),
         # What a generator is handed, and what an error says.
         (_SENT, True),
         (_SENT.replace(".send(y)", ".send(2)"), False),
@@ -700,6 +717,7 @@ log.info('%s', y)"""
         # What a logger's own handler does.
         (_LOGGED.replace("BASE", "logging.Handler"), True),
         (_LOGGED.replace("BASE", "Recorder"), False),
+        (_LOGGED.replace("BASE", "logging.Handler").replace("train(z)", "print(self.format(record))"), False),
         (_LOGGED.replace("BASE", "logging.Handler").replace("'%s', y", "'step'"), False),
         # What a text of the program's does.
         ("y = x.item()\nexec(f'n = {y}', {}, found)", True),

@@ -13,7 +13,8 @@ QUIET = frozenset((
     "print", "log", "debug", "info", "warning", "warn", "error", "exception", "write", "format", "flush", "append", "extend",
     "add_scalar", "add_scalars", "set_description", "set_postfix", "save", "save_model", "save_pretrained", "state_dict", "dump",
     "item", "float", "int", "str", "bool", "len", "abs", "min", "max", "round", "sum", "range", "isinstance", "time",
-    "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir",
+    "perf_counter", "join", "exit", "copyfile", "remove", "mkdir", "makedirs", "exists", "isdir", "BytesIO", "StringIO",
+    "handleError",
 ))  # fmt: skip
 _NUMERIC = (
     ast.Constant, ast.Name, ast.Attribute, ast.BinOp, ast.UnaryOp, ast.Call, ast.operator, ast.unaryop, ast.expr_context,
@@ -410,14 +411,11 @@ def makes_of_contents(call: ast.Call) -> bool:
 LOGGING = frozenset(("log", "debug", "info", "warning", "error", "critical", "exception"))
 
 
-def handles_logs(tree: ast.AST) -> bool:
-    """Whether a file has a logger's handler or filter of its own, which runs where something is logged."""
-    return any(
-        isinstance(node, ast.ClassDef)
-        and any(dotted(base).endswith(("Handler", "Filter")) for base in node.bases)
-        and any(isinstance(one, ast.FunctionDef) and one.name in ("emit", "filter") for one in node.body)
-        for node in ast.walk(tree)
-    )
+def handling_logs(tree: ast.AST) -> Iterator[ast.FunctionDef]:
+    """What runs where something is logged, of loggers' handlers and filters that a file has of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and any(dotted(one).endswith(("Handler", "Filter")) for one in node.bases):
+            yield from (one for one in node.body if isinstance(one, ast.FunctionDef) and one.name in ("emit", "filter"))
 
 
 def streams(tree: ast.AST) -> frozenset[str]:

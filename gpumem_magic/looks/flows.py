@@ -30,7 +30,7 @@ from gpumem_magic.looks.expressions import (
     entry_of,
     fails_by,
     functions_asked,
-    handles_logs,
+    handling_logs,
     imported_modules,
     inside,
     is_mask,
@@ -168,7 +168,7 @@ class _FlowReader:
         self._given = GivenNames(tree)
         self._swallowing = swallowing(tree)
         self._raised_by = raised_by if not warnings_are_errors(tree) else raised_or_warned
-        self._told_of_logs = handles_logs(tree)
+        self._told_of_logs = any(self._wording.works(one.body) is None for one in handling_logs(tree))
         self._streams = streams(tree)
         self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
         self._once = 0
@@ -624,9 +624,23 @@ class _FlowReader:
 
     def _flow(self, source: ast.expr, sets: tuple[Key, ...], kind: str = "value") -> None:
         if sets:
-            self._flows.append(Flow(self._uses(source), sets, kind))
+            self._flows += self._apart(Flow(self._uses(source), sets, kind), source)
             if kind in ("value", "argument"):
                 self._flows += [Flow(self._uses(one), sets, "whole") for one in whole_numbers(source)]
+
+    @staticmethod
+    def _apart(flow: Flow, source: ast.expr) -> Sequence[Flow]:
+        """What is in a list, and the list itself, which is there whatever is in it: where it gets another name, and is made."""
+        inside = tuple((at, f"{name}{mark}") for at, name in flow.sets for mark in ("[]", "[*]"))
+        if flow.kind not in ("value", "argument") or any(name.endswith("]") or "@" in name for _, name in flow.sets):
+            return [flow]
+        if isinstance(source, (ast.List, ast.ListComp)):
+            return [flow._replace(sets=inside)]
+        if not dotted(source):
+            return [flow]
+        held = frozenset(key for key in flow.source.keys if key[1].endswith("[]"))
+        whole = flow.source._replace(keys=flow.source.keys - held)
+        return [flow._replace(source=whole), flow._replace(source=flow.source._replace(keys=held), sets=inside)]
 
     def _may_be_none(self, value: ast.expr, names: Sequence[Key]) -> None:
         """By what these names are None, or not."""
