@@ -519,6 +519,11 @@ def name(v):
 """
 
 
+_NOTED = """y = x.item()
+class Mine(logging.Handler):
+    def emit(self, record): kept.append(record)
+LOGS
+z = torch.tensor(kept)"""
 _LISTED = """losses.append(x.item())
 def go(them):
     if TEST: train(z)
@@ -722,7 +727,9 @@ log.info('%s', y)"""
         # What a text of the program's does.
         ("y = x.item()\nexec(f'n = {y}', {}, found)", True),
         ("y = x.item()\nexec(text, {'y': y})", True),
-        ("y = x.item()\nexec(text)", False),
+        ("y = x.item()\ndef go():\n    exec(text)", False),
+        ("loss = x.item()\nif eval(rule): train(z)", True),
+        ("loss = x.item()\ndef go(n):\n    if eval(rule): train(z)", False),
         # What lies in a file in memory.
         ("y = x.cpu()\nf = io.BytesIO()\ntorch.save(y, f)\nif torch.load(f).sum() > 2: train(z)", True),
         ("y = x.cpu()\nf = 'y.pt'\ntorch.save(y, f)\nif f in kept: train(z)", False),
@@ -931,6 +938,9 @@ def test_which_lines_keep_gradients(tmp_path: Path, code: str, keeps: bool) -> N
         ("y = [one for one in x.tolist() if one not in kept]\nkept += y[:20]\nz = rows[kept]", True),
         ("y = [one for one in x.tolist() if one not in kept]\nkept = y[0] + 2\nz = rows[kept]", False),
         ("y = x.item()\nif y > 2:\n    kept.append(z)\nz = torch.stack(kept)", True),
+        (_NOTED.replace("LOGS", "if y > 2: log.warning('large')"), True),
+        (_NOTED.replace("LOGS", "log.log(30 if y > 2 else 10, 'large')"), True),
+        (_NOTED.replace("LOGS", "log.warning('%s', y)"), False),
         ("y = x.item()\nif y > 2:\n    right += 1\nkept.append(right)\nz = torch.tensor(kept)", False),
         ("seen = set()\nseen.update(x.tolist())\nz = torch.tensor(sorted(seen))", True),
         ("seen = Meter()\nseen.update(x.item())\nz = torch.tensor(seen)", False),

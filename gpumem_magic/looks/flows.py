@@ -168,6 +168,12 @@ class _FlowReader:
         self._given = GivenNames(tree)
         self._swallowing = swallowing(tree)
         self._raised_by = raised_by if not warnings_are_errors(tree) else raised_or_warned
+        self._noted = [
+            one.func.value
+            for handling in handling_logs(tree)
+            for one in calls(handling)
+            if called(one) == "append" and isinstance(one.func, ast.Attribute)
+        ]
         self._told_of_logs = any(self._wording.works(one.body) is None for one in handling_logs(tree))
         self._streams = streams(tree)
         self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
@@ -460,6 +466,9 @@ class _FlowReader:
                 and one.func.attr in ("append", "extend")
             ):
                 self._holds(test, one.func.value)
+            elif isinstance(one, ast.Call) and called(one) in LOGGING:
+                for noted in self._noted:
+                    self._holds(test, noted)
 
     def _call(self, call: ast.Call) -> None:
         name = called(call)
@@ -485,12 +494,15 @@ class _FlowReader:
             for argument in arguments(call):
                 self._test(argument, "branch")
                 self._flow(argument, ((0, "emit(0"),), "argument")
+        if name == "log" and call.args:
+            for noted in self._noted:
+                self._holds(call.args[0], noted)
         if name == "exit":
             for argument in call.args:
                 self._flow(argument, ((0, "SystemExit(raised"),))
         if name == "exec" and isinstance(call.func, ast.Name):
+            self._test(call, "branch")
             for argument in call.args:
-                self._test(argument, "branch")
                 self._flow(argument, tuple(map(self._key, targets(call.args[-1]))))
         if (into := written_into(call, self._streams)) is not None or (into := seeded(call)) is not None:
             self._flow(call.args[0], tuple(map(self._key, targets(into))))
@@ -707,6 +719,9 @@ class _FlowReader:
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
                 yield 0, f"{function}()"
+            if name in ("eval", "exec") and isinstance(node.func, ast.Name) and len(node.args) == 1:
+                # (A text may name whatever has a name there.)
+                yield from ((self._scopes[-1][0], own) for own in self._scopes[-1][1])
             if name == "len" and any(self._has_method(one, "__len__") for one in node.args):
                 yield 0, "__len__()"
             if name == "getattr" and (key := attribute_named(node)):
