@@ -456,3 +456,22 @@ def spelled(node: ast.expr) -> Iterator[ast.expr]:
             for side, other in (sides, sides[::-1]):
                 if isinstance(side, ast.List) or (isinstance(side, ast.Constant) and isinstance(side.value, str)):
                     yield other
+
+
+def parts_of(node: ast.expr) -> Sequence[ast.expr]:
+    """What a tuple that is written out has at its places; nothing where a star leaves open how many there are."""
+    if not isinstance(node, (ast.Tuple, ast.List)) or any(isinstance(one, ast.Starred) for one in node.elts):
+        return ()
+    return node.elts
+
+
+def depth_of(node: ast.expr) -> int:
+    """0 of a name, 1 of what is in something that has one, more of anything else."""
+    return 0 if dotted(node) else 1 if isinstance(node, ast.Subscript) and dotted(node.value) else 2
+
+
+def called_for(function: ast.expr) -> ast.expr:
+    """What calling it gives."""
+    if isinstance(function, ast.Lambda):
+        return function.body
+    return ast.copy_location(ast.Call(function, [], []), function)

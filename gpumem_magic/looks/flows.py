@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -22,16 +22,15 @@ from gpumem_magic.looks.expressions import (
     as_long_as,
     attribute_named,
     called,
+    called_for,
     calls,
     checks,
-    dictionaries,
+    depth_of,
     dotted,
     drops_a_gradient,
-    entry_of,
     fails_by,
     functions_asked,
     handling_logs,
-    imported_modules,
     inside,
     is_mask,
     is_number,
@@ -42,6 +41,7 @@ from gpumem_magic.looks.expressions import (
     left_out,
     makes_of_contents,
     ordered_names,
+    parts_of,
     placements,
     put_in_order,
     seeded,
@@ -53,8 +53,16 @@ from gpumem_magic.looks.expressions import (
     whole_numbers,
     written_into,
 )
-from gpumem_magic.looks.flow_records import FileFlows, Flow, Key, Place, StatementUses, Test, Through, Uses, length
-from gpumem_magic.looks.given_names import GivenNames
+from gpumem_magic.looks.flow_keys import (
+    FUNCTIONS,
+    KeyReader,
+    Scope,
+    mask_of,
+    nothing_of,
+    own_names,
+    result_of,
+)
+from gpumem_magic.looks.flow_records import FileFlows, Flow, Key, StatementUses, Test, Through, Uses, length
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.looks.raises import (
     Raises,
@@ -67,13 +75,6 @@ from gpumem_magic.looks.raises import (
 )
 from gpumem_magic.looks.wording import Own, Wording
 
-_Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-# What makes an object of its own, which is never None.
-_OBJECTS = (
-    ast.BinOp, ast.UnaryOp, ast.Compare, ast.JoinedStr, ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.ListComp,
-    ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda,
-)  # fmt: skip
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
 _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 _Loop = ast.While | ast.For | ast.AsyncFor
@@ -87,28 +88,12 @@ _OF_SIZES = (
 )  # fmt: skip
 # What takes factors that sizes are multiplied with.
 _SCALING = ("interpolate", "upsample", "resize")
-# What makes a number of a tensor, or a tensor of one number.
-_READS = (
-    "item", "int", "float", "bool", "tolist", "numpy", "max", "min", "sum", "amax", "amin", "argmax", "prod", "count_nonzero",
-)  # fmt: skip
 # What shows something to somebody, or writes it.
 _PRINTS = frozenset((
     "print", "pprint", "write", "writelines", "writerow", "writerows", "display", "secho", "log", "debug", "info", "warning",
 ))  # fmt: skip
 # Of these, what is nothing else by another's name (as `math.log` is), and what a program's readers see.
 _SHOWS = frozenset(("print", "pprint", "display", "secho", "info"))
-# What gives no None, whatever it is given.
-_NEVER_NONE = frozenset((
-    *_READS, "str", "len", "abs", "round", "cpu", "cuda", "to", "detach", "clone", "mean", "list", "tuple", "dict", "set",
-    "sorted", "format", "join", "array", "asarray", "tensor", "as_tensor", "range", "isinstance", "ravel", "flatten", "copy",
-))  # fmt: skip
-# Attributes of a tensor that hold its values, and what asks for its shape, its type or its place, whatever the values are.
-_ITSELF = frozenset(("data", "T"))
-_OF_SHAPE = frozenset(("shape", "ndim", "device", "dtype", "_cdata", "_version", "requires_grad", "is_leaf", "grad_fn"))
-_ASKING_SHAPE = frozenset((
-    "size", "dim", "numel", "nelement", "len", "isinstance", "stride", "storage_offset", "element_size", "data_ptr",
-    "is_contiguous", "is_floating_point", "is_complex", "get_device",
-))  # fmt: skip
 
 
 def of_file(file: str) -> FileFlows:
@@ -126,23 +111,12 @@ def _of_text(source: str) -> FileFlows:
         return FileFlows((), (), (), {})
 
 
-def _result_of(function: ast.expr) -> ast.expr:
-    """What calling it gives."""
-    if isinstance(function, ast.Lambda):
-        return function.body
-    return ast.copy_location(ast.Call(function, [], []), function)
-
-
 # What makes letters of numbers.
 _SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
 # What gives the object of a name, or of a key.
 _GIVES = frozenset(("getattr", "get", "get_submodule", "attrgetter", "itemgetter", "methodcaller"))
-# What a generator that waits in a ``yield`` is handed.
-_SENT = frozenset((0, f"{name}(0") for name in ("send", "asend"))
 # What says by an error that there is no more of an object.
 _ENDING = {"__next__": "StopIteration", "__anext__": "StopAsyncIteration", "__getitem__": "IndexError"}
-# How objects say how they compare.
-_COMPARING = ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__")
 # What operators raise, and what that is a kind of.
 _OF_OPERATORS = frozenset(("RuntimeError", "LinAlgError", "Exception", "BaseException"))
 
@@ -153,19 +127,16 @@ def _catches_operators(handler: ast.ExceptHandler) -> bool:
     return any(one is None or dotted(one).rpartition(".")[2] in _OF_OPERATORS for one in kinds)
 
 
-class _FlowReader:
+class _FlowReader(KeyReader):
     def __init__(self, tree: ast.Module) -> None:
+        super().__init__(tree)
         self._tree = tree
         self._flows: list[Flow] = []
         self._tests: list[Test] = []
         self._statements: list[StatementUses] = []
-        self._scopes: list[tuple[int, frozenset[str]]] = []
         self._keyed = keyed_names(tree)
-        self._dictionaries = dictionaries(tree)
         self._ordered = ordered_names(tree)
-        self._modules = imported_modules(tree)
         self._wording = Wording(tree, self._keyed)
-        self._given = GivenNames(tree)
         self._swallowing = swallowing(tree)
         self._raised_by = raised_by if not warnings_are_errors(tree) else raised_or_warned
         self._noted = [
@@ -176,9 +147,6 @@ class _FlowReader:
         ]
         self._told_of_logs = any(self._wording.works(one.body) is None for one in handling_logs(tree))
         self._streams = streams(tree)
-        self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, _FUNCTIONS))
-        self._once = 0
-        self._statement: Place = (0, 0)
 
     def found(self) -> FileFlows:
         self._scope(self._tree, None)
@@ -211,10 +179,10 @@ class _FlowReader:
 
     # ---- scopes and names
 
-    def _scope(self, scope: _Scope, owner: ast.ClassDef | None) -> None:
+    def _scope(self, scope: Scope, owner: ast.ClassDef | None) -> None:
         at = 0 if isinstance(scope, ast.Module) else scope.lineno
-        self._scopes.append((at, frozenset(_own_names(scope))))
-        if isinstance(scope, _FUNCTIONS):
+        self._scopes.append((at, frozenset(own_names(scope))))
+        if isinstance(scope, FUNCTIONS):
             self._enter(scope, owner)
         self._block(scope.body, scope, None, None)
         self._scopes.pop()
@@ -243,33 +211,18 @@ class _FlowReader:
         """A method is none of a module's functions."""
         return (name,) if owner is not None and function.name != "__init__" else (name, f"::{name}")
 
-    def _name_called(self, call: ast.Call) -> str:
-        """Under which its arguments and its result are known."""
-        name = called(call)
-        of_module = isinstance(call.func, ast.Attribute) and dotted(call.func.value) in self._modules
-        return f"::{name}" if of_module else name
-
     def _link(self, source: Key, target: Key, takes: frozenset[str] | None = None) -> None:
         for what, whats in (("", ("",)), ("[]", ("[]", "[*]")), ("!", ("!",)), ("()", ("()",))):
             before, after = (source[0], f"{source[1]}{what}"), tuple((target[0], f"{target[1]}{one}") for one in whats)
             self._flows.append(Flow(Uses(0, -1, frozenset((before,)), False), after, "value", takes=takes))
 
-    def _key(self, name: str) -> Key:
-        if "." in name:
-            return 0, f".{name.rpartition('.')[2]}"
-        bare = name.partition("[")[0]
-        for at, own in reversed(self._scopes):
-            if bare in own:
-                return at, name
-        return 0, name
-
     # ---- statements
 
-    def _block(self, body: Iterable[ast.AST], scope: _Scope, owner: ast.ClassDef | None, loop: _Loop | None) -> None:
+    def _block(self, body: Iterable[ast.AST], scope: Scope, owner: ast.ClassDef | None, loop: _Loop | None) -> None:
         around = self._statement
         for node in body:
             self._statement = (node.lineno, node.col_offset) if isinstance(node, ast.stmt) else around
-            if isinstance(node, _FUNCTIONS):
+            if isinstance(node, FUNCTIONS):
                 self._scope(node, owner)
             elif isinstance(node, ast.ClassDef):
                 self._block(node.body, scope, node, None)
@@ -279,7 +232,7 @@ class _FlowReader:
                 self._block(ast.iter_child_nodes(node), scope, None, node if isinstance(node, _LOOPS) else loop)
         self._statement = around
 
-    def _node(self, node: ast.AST, scope: _Scope, loop: _Loop | None) -> None:
+    def _node(self, node: ast.AST, scope: Scope, loop: _Loop | None) -> None:
         if isinstance(node, (ast.If, ast.While)):
             self._statements.append(
                 StatementUses(node.lineno, node.end_lineno or node.lineno, self._uses(node.test), True)
@@ -303,7 +256,7 @@ class _FlowReader:
                 for one in spelled(node.value):
                     self._flow(one, tuple(map(length, names)), "count")
                 if is_mask(node.value):
-                    self._flow(node.value, tuple(map(_mask, names)), "count")
+                    self._flow(node.value, tuple(map(mask_of, names)), "count")
                 for one in as_long_as(node.value):
                     self._flows.append(Flow(self._lengths(one), tuple(map(length, names)), "value"))
                 if any(map(functions_asked, calls(node.value))):
@@ -313,7 +266,7 @@ class _FlowReader:
                 for one in switches(node):
                     self._test(one, "switch")
         elif isinstance(node, (ast.Return, ast.Yield, ast.YieldFrom)):
-            if node.value is not None and isinstance(scope, _FUNCTIONS):
+            if node.value is not None and isinstance(scope, FUNCTIONS):
                 self._flow(node.value, ((0, f"{scope.name}()"),))
                 if isinstance(node.value, ast.Name) and node.value.id in self._defined:
                     # (What is asked for by a function is what that gives.)
@@ -322,7 +275,7 @@ class _FlowReader:
                 self._may_be_none(node.value, ((0, f"{scope.name}()"),))
         elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
             given = tuple(map(self._key, targets(node.target)))
-            self._flow(node.iter, (*given, *map(_nothing, given)))
+            self._flow(node.iter, (*given, *map(nothing_of, given)))
             self._test(node.iter, "each")
             for call in calls(node.iter):
                 if called(call) == "range":
@@ -330,7 +283,7 @@ class _FlowReader:
                         self._test(argument, "loop")
                 elif called(call) == "iter" and len(call.args) == 2:
                     # (Called until it gives the second.)
-                    self._test(_result_of(call.args[0]), "loop")
+                    self._test(called_for(call.args[0]), "loop")
         elif isinstance(node, ast.Call):
             self._call(node)
         elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
@@ -340,7 +293,7 @@ class _FlowReader:
                 if is_mask(one):
                     self._test(one, "selected", but=node.value)
                 elif name := dotted(one):
-                    mask = self._uses(one)._replace(keys=frozenset([_mask(self._key(name))]))
+                    mask = self._uses(one)._replace(keys=frozenset([mask_of(self._key(name))]))
                     self._tests.append(Test(mask, "selected", self._uses(node.value).keys))
         elif isinstance(node, ast.Slice):
             for bound in (node.lower, node.upper):
@@ -402,10 +355,10 @@ class _FlowReader:
                     self._test(one, "branch")
                 self._statement = around
 
-    def _raised(self, test: ast.expr, error: str, scope: _Scope) -> None:
-        if isinstance(scope, _FUNCTIONS) and _ENDING.get(scope.name) == error:
+    def _raised(self, test: ast.expr, error: str, scope: Scope) -> None:
+        if isinstance(scope, FUNCTIONS) and _ENDING.get(scope.name) == error:
             self._test(test, "loop")
-        elif isinstance(scope, _FUNCTIONS):
+        elif isinstance(scope, FUNCTIONS):
             uses = self._uses(test, True)
             self._tests.append(Test(uses, "raised", frozenset(), raises=(scope.name, error)))
 
@@ -414,7 +367,7 @@ class _FlowReader:
         node: ast.If | ast.IfExp | ast.While | ast.Match,
         test: ast.expr,
         branches: Sequence[Sequence[ast.AST]],
-        scope: _Scope,
+        scope: Scope,
         loop: _Loop | None,
     ) -> None:
         inner = [one for branch in branches for part in branch for one in ast.walk(part)]
@@ -449,15 +402,15 @@ class _FlowReader:
             elif isinstance(one, _ASSIGNMENTS):
                 counts = isinstance(one, ast.AugAssign) or (one.value is not None and is_number(one.value))
                 given = tuple(self._targets(one))
-                self._flow(test, (*given, *map(_nothing, given)), "count" if counts else "way")
+                self._flow(test, (*given, *map(nothing_of, given)), "count" if counts else "way")
                 if counts and isinstance(one.value, ast.BinOp):
                     # (Of numbers, or of tensors.)
                     self._flow(test, tuple(self._targets(one)), "way")
-            elif isinstance(one, ast.Return) and isinstance(scope, _FUNCTIONS):
+            elif isinstance(one, ast.Return) and isinstance(scope, FUNCTIONS):
                 result = (0, f"{scope.name}()")
                 self._flow(
                     test,
-                    (result, _nothing(result)) if isinstance(one.value, ast.Constant) else (_nothing(result),),
+                    (result, nothing_of(result)) if isinstance(one.value, ast.Constant) else (nothing_of(result),),
                     "way",
                 )
             elif (
@@ -556,10 +509,10 @@ class _FlowReader:
             given = self._uses(function.body)
         elif name := dotted(function):
             own = {(0, f"{name}()")} if name in self._defined else set()
-            given = Uses(0, -1, frozenset((_result(self._key(name)), *own)), False)
+            given = Uses(0, -1, frozenset((result_of(self._key(name)), *own)), False)
         else:
             return
-        self._flows.append(Flow(given, tuple(map(_result, names)), "value"))
+        self._flows.append(Flow(given, tuple(map(result_of, names)), "value"))
 
     def _size(self, of: ast.expr, made: str = "") -> None:
         self._test(of, "size", made=made)
@@ -580,7 +533,7 @@ class _FlowReader:
         """``seen[key] = (tensor, True)``, ``tensor, known = seen[key]``, and ``a, b = b, a``: each place has what is there."""
         if not isinstance(node, ast.Assign) or len(node.targets) != 1:
             return False
-        parts, names = _parts(node.value), _parts(node.targets[0])
+        parts, names = parts_of(node.value), parts_of(node.targets[0])
         if parts and names:
             if len(parts) != len(names):
                 return False
@@ -591,16 +544,16 @@ class _FlowReader:
                 self._hands_on(part, keys)
             return True
         # (A list may be put in another order.)
-        if parts and isinstance(node.value, ast.Tuple) and _deep(node.targets[0]) <= 1:
+        if parts and isinstance(node.value, ast.Tuple) and depth_of(node.targets[0]) <= 1:
             keys = tuple(map(self._key, targets(node.targets[0])))
             for place, part in enumerate(parts):
                 self._flow(part, tuple((at, f"{name}@{place}") for at, name in keys))
             return True
-        if not names or _deep(node.value) > 1:
+        if not names or depth_of(node.value) > 1:
             return False
         uses = self._uses(node.value)
         whole = self._key(dotted(node.value))
-        held = {key for key in uses.keys if (key[1].endswith("]") if _deep(node.value) else key == whole)}
+        held = {key for key in uses.keys if (key[1].endswith("]") if depth_of(node.value) else key == whole)}
         for place, name in enumerate(names):
             keys = tuple(map(self._key, targets(name)))
             own = {(at, f"{one}{mark}") for at, one in held for mark in ("^", f"@{place}")}
@@ -659,28 +612,7 @@ class _FlowReader:
         own, others = self._asked_of_none(value)
         for source in (Uses(0, -1, own, False), *others):
             if source.keys or source.reads:
-                self._flows.append(Flow(source, tuple(map(_nothing, names)), "value"))
-
-    def _asked_of_none(self, value: ast.expr) -> tuple[frozenset[Key], Sequence[Uses]]:
-        """By what an expression is None: names and results that may be, and values that may make it so."""
-        if isinstance(value, ast.IfExp):
-            ways = [self._asked_of_none(one) for one in (value.body, value.orelse)]
-            return ways[0][0] | ways[1][0], [self._uses(value.test), *ways[0][1], *ways[1][1]]
-        if isinstance(value, ast.Call):
-            name = called(value)
-            if name in _NEVER_NONE or name[:1].isupper():
-                return frozenset(), ()
-            known = name in self._defined
-            return frozenset(((0, f"{self._name_called(value)}()!"),)), () if known else [
-                self._uses(one) for one in (*arguments(value), *_receiver(value))
-            ]
-        if found := dotted(value):
-            parts = found.split(".")
-            before = frozenset(self._key(".".join(parts[:number])) for number in range(1, len(parts)))
-            return before | {_nothing(self._key(found))}, ()
-        if isinstance(value, _OBJECTS):
-            return frozenset(), ()
-        return frozenset(), [self._uses(value)]
+                self._flows.append(Flow(source, tuple(map(nothing_of, names)), "value"))
 
     def _test(
         self,
@@ -692,158 +624,3 @@ class _FlowReader:
     ) -> None:
         but_keys = frozenset() if but is None else self._uses(but).keys
         self._tests.append(Test(self._uses(source, decides in _OF_TRUTH), decides, but_keys, unless, made))
-
-    # ---- expressions
-
-    def _uses(self, node: ast.expr | ast.stmt, as_test: bool = False) -> Uses:
-        reads = any(called(call) in _READS for call in calls(node))
-        keys = frozenset(self._keys(node, "truth" if as_test else ""))
-        return Uses(node.lineno, node.end_lineno or node.lineno, keys, reads, self._once, self._statement)
-
-    def _lengths(self, node: ast.expr) -> Uses:
-        uses = self._uses(node)
-        return uses._replace(keys=frozenset(map(length, uses.keys)))
-
-    def _keys(self, node: ast.AST, asked: str) -> Iterator[Key]:
-        """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
-        if isinstance(node, ast.Call):
-            name = called(node)
-            # (A dictionary's keys are not what is in it.)
-            about = "length" if name in _ASKING_SHAPE else "truth" if name == "keys" and not arguments(node) else ""
-            yield from _asked((0, f"{self._name_called(node)}()"), asked)
-            if (function := dotted(node.func)) and function not in self._defined:
-                yield _result(self._key(function))
-            if isinstance(node.func, ast.Attribute):
-                yield from self._keys(node.func.value, about or asked)
-            for argument in arguments(node):
-                yield from self._keys(argument, about)
-            for function in functions_asked(node):
-                yield 0, f"{function}()"
-            if name in ("eval", "exec") and isinstance(node.func, ast.Name) and len(node.args) == 1:
-                # (A text may name whatever has a name there.)
-                yield from ((self._scopes[-1][0], own) for own in self._scopes[-1][1])
-            if name == "len" and any(self._has_method(one, "__len__") for one in node.args):
-                yield 0, "__len__()"
-            if name == "getattr" and (key := attribute_named(node)):
-                yield from _asked((0, f".{key}"), asked)
-        elif (
-            isinstance(node, ast.Compare)
-            and isinstance(node.ops[0], (ast.Is, ast.IsNot))
-            and isinstance(node.comparators[0], ast.Constant)
-            and node.comparators[0].value is None
-        ):
-            own, others = self._asked_of_none(node.left)
-            yield from own
-            for one in others:
-                yield from one.keys
-        elif (
-            isinstance(node, ast.Compare)
-            and isinstance(node.ops[-1], (ast.In, ast.NotIn))
-            and dotted(node.comparators[-1]) in self._dictionaries
-        ):
-            # (As of its `keys()`.)
-            for compared in (node.left, *node.comparators[:-1]):
-                yield from self._keys(compared, "")
-            yield from self._keys(node.comparators[-1], "truth")
-        elif isinstance(node, ast.Subscript) and (entry := entry_of(node)) is not None:
-            yield from (self._key(f"{entry[0]}{where}") for where in ("", f"[={entry[1]}]", "[*]"))
-            parts = entry[0].split(".")
-            yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
-            while isinstance(node, ast.Subscript):
-                yield from self._keys(node.slice, "")
-                node = node.value
-        elif found := dotted(node):
-            parts = found.split(".")
-            # (Whatever is asked of a shape or a device, as in ``x.device.type``, says nothing of values.)
-            for number, part in enumerate(parts[1:], 1):
-                if part in _OF_SHAPE:
-                    parts, asked = parts[:number], "length"
-                    break
-            while len(parts) > 1 and parts[-1] in _ITSELF:
-                parts.pop()
-            if asked == "truth":
-                yield from ((0, f"{one}()") for one in ("__bool__", "__len__") if self._has_method(node, one))
-            yield from _asked(self._key(".".join(parts)), asked)
-            yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
-        elif asked == "length" and isinstance(node, ast.Subscript) and self._are_rows(node.value):
-            yield from self._keys(node.value, asked)
-        elif isinstance(node, ast.Attribute) and node.attr in _OF_SHAPE:
-            yield from self._keys(node.value, "length")
-        else:
-            if isinstance(node, ast.Yield):
-                yield from _SENT
-            if isinstance(node, ast.Compare):
-                yield from self._compared(node)
-            asks = isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not))
-            for child in ast.iter_child_nodes(node):
-                yield from self._keys(child, asked if asks else "")
-
-    def _compared(self, node: ast.Compare) -> Iterator[Key]:
-        """What objects of the file's own classes say of how they compare."""
-        for one in (node.left, *node.comparators):
-            yield from ((0, f"{method}()") for method in _COMPARING if self._has_method(one, method))
-
-    def _has_method(self, node: ast.AST, method: str) -> bool:
-        name = dotted(node)
-        return bool(name) and self._given.follows(self._key(name), method)
-
-    def _are_rows(self, node: ast.expr) -> bool:
-        while isinstance(node, ast.Subscript):
-            node = node.value
-        return isinstance(node, ast.Name) and self._given.are_rows(self._key(node.id))
-
-    def _targets(self, node: ast.Assign | ast.AugAssign | ast.AnnAssign | ast.NamedExpr) -> Iterator[Key]:
-        for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-            yield from map(self._key, targets(target))
-
-
-def _parts(node: ast.expr) -> Sequence[ast.expr]:
-    """What a tuple that is written out has at its places; nothing where a star leaves open how many there are."""
-    if not isinstance(node, (ast.Tuple, ast.List)) or any(isinstance(one, ast.Starred) for one in node.elts):
-        return ()
-    return node.elts
-
-
-def _deep(node: ast.expr) -> int:
-    """0 of a name, 1 of what is in something that has one, more of anything else."""
-    return 0 if dotted(node) else 1 if isinstance(node, ast.Subscript) and dotted(node.value) else 2
-
-
-def _mask(key: Key) -> Key:
-    return key[0], f"{key[1]}?"
-
-
-def _result(key: Key) -> Key:
-    return key[0], f"{key[1]}()"
-
-
-def _nothing(key: Key) -> Key:
-    return key[0], f"{key[1]}!"
-
-
-def _receiver(call: ast.Call) -> Sequence[ast.expr]:
-    return [call.func.value] if isinstance(call.func, ast.Attribute) else ()
-
-
-def _asked(key: Key, asked: str) -> Iterator[Key]:
-    yield length(key) if asked == "length" else key
-    if not asked:
-        yield key[0], f"{key[1]}[]"
-
-
-def _own_names(scope: _Scope) -> Iterator[str]:
-    """The names that are given a value in this scope."""
-    if isinstance(scope, _FUNCTIONS):
-        yield from (one.arg for one in (*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs))
-    shared: set[str] = set()
-    found: set[str] = set()
-    left: list[ast.AST] = list(scope.body)
-    while left:
-        node = left.pop()
-        if isinstance(node, (ast.Global, ast.Nonlocal)):
-            shared.update(node.names)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            found.add(node.id)
-        if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
-            left.extend(ast.iter_child_nodes(node))
-    yield from found - shared
