@@ -490,9 +490,21 @@ GUILTY += [
         "T4",
     ),
     Case(
-        "memory_ran_out",
+        "pinned_by_earlier_error",
         ("def bad():\n    big = mib(6000)\n    1 / 0", "bad()", "y = mib(10000)"),
-        "`%gpumem_free traceback` would have saved 6,000 MiB (an earlier error's traceback, enough for this request)",
+        "The traceback of an earlier error (ZeroDivisionError, In [4]) still held 6,000 MiB that nothing else did. `%gpumem_free` "
+        "frees it, before the cell is run again.",
+        "T4",
+    ),
+    # of which the attempt that fails now is no part
+    Case(
+        "pinned_by_earlier_error",
+        (
+            "def bad(n):\n    first = mib(n)\n    second = mib(n)\n    return first, second",
+            "bad(9000)",
+            "y = mib(2000)\nbad(4000)",
+        ),
+        "(OutOfMemoryError, In [4]) still held 9,000 MiB that nothing else did",
         "T4",
     ),
 ]

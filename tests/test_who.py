@@ -233,7 +233,7 @@ def test_a_traceback_is_let_go_and_said(shell: Any) -> None:
     run(shell, "def f():\n    big = mib(30)\n    1 / 0\n")
     run(shell, "f()")
     text = run(shell, "%gpumem_who")
-    assert "the last error's traceback (ZeroDivisionError)" in text
+    assert "the last error's traceback (ZeroDivisionError, In [4])" in text
     assert figures(run(shell, "%gpumem_free")) == ("30.0 MiB", "30.0 MiB")
     assert allocated() == 0
     assert not hasattr(sys, "last_value")
@@ -260,3 +260,21 @@ def test_results_are_let_go_only_when_asked_and_never_a_variable(shell: Any) -> 
     run(shell, "41 + 1")
     assert shell.user_ns["_"].numel() == 3 << 18
     assert list(shell.user_ns["_oh"].values()) == [42]
+
+
+def test_what_an_error_before_the_last_one_left_is_found_unasked(shell: Any) -> None:
+    """Its frames hold themselves in a cycle, which no name leads to and Python has not collected yet."""
+    run(shell, "def bad():\n    big = mib(64)\n    1 / 0")
+    gc.disable()
+    try:
+        run(shell, "bad()")
+        text = run(shell, "%gpumem_who")
+        assert "the last error's traceback (ZeroDivisionError, In [" in text
+        run(shell, "1 / 0")
+        text = " ".join(run(shell, "%gpumem_who").split())
+        assert "64.0 64.0 a reference cycle" in text and "%gpumem_free cycles" in text
+        assert "no name was found" not in text
+        run(shell, "%gpumem_free cycles")
+        assert allocated() == 0
+    finally:
+        gc.enable()

@@ -95,6 +95,7 @@ DETECTORS: tuple[Detector, ...] = (
     copies.loaded_beside,
     holding.freed_nothing,
     holding.pinned,
+    shortage.earlier_error,
     holding.reference_cycle,
     holding.collected_late,
     training.late_zero_grad,

@@ -10,9 +10,10 @@ from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import base
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
 from gpumem_magic.owners.ring import OF_CLOSURE, OF_NAMESPACE
 from gpumem_magic.recording.model import FORWARD, KEPT_BY_LIST, OF_A_CYCLE, OF_A_TRACE, Sighting
+from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
@@ -26,7 +27,11 @@ _WONDER = 64 * MIB
 def pinned(scene: Scene) -> Iterator[Cause]:
     """What only a result in Out, or an error's traceback, keeps."""
     for kind, words in (("out", "Results that IPython keeps"), ("traceback", "The last error's traceback")):
-        freed = scene.freed(scene.holdings.of_kind(kind))
+        numbers = scene.holdings.of_kind(kind)
+        if kind == "traceback" and failed_request(scene.report) is not None:
+            # (What an earlier error's held is told by itself.)
+            numbers = [number for number in numbers if scene.holdings.roots[number].name == THIS_ERROR]
+        freed = scene.freed(numbers)
         if size_of(freed) < LEAST:
             continue
         if kind == "traceback" and _is_script(scene):

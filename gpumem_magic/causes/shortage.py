@@ -41,18 +41,49 @@ class _Suggestion(NamedTuple):
 
 def memory_ran_out(scene: Scene) -> Iterator[Cause]:
     """Who held the memory when a request failed, and what could go, the largest first."""
-    found = failed_request(scene.report)
-    failing = next(((start, end) for point, start, end in reversed(scene.points) if point.kind == "error"), None)
+    found, failing = failed_request(scene.report), _failing(scene)
     if found is None or failing is None:
         return
     begun, position = failing
-    living = {one.address: one for one in scene.timeline.live_at(position)}
-    held = [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
+    held = _held_at(scene, position)
     if size_of(held) < LEAST:
         return
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
     missing = -found.spare if found.cause == CAPACITY and found.spare is not None and found.spare < 0 else None
     yield Cause(NAME, _holders_in_words(scene, held, begun, position), _what_to_do(savings, missing), size_of(held))
+
+
+def earlier_error(scene: Scene) -> Iterator[Cause]:
+    """What only the traceback of an earlier error still held when a request failed."""
+    failing = _failing(scene)
+    if failed_request(scene.report) is None or failing is None:
+        return
+    numbers = _earlier_errors(scene)
+    freed = _freed(_held_at(scene, failing[1]), numbers)
+    if freed >= LEAST:
+        kinds = [kind for number in numbers if (kind := scene.holdings.roots[number].type)]
+        yield Cause(
+            "pinned_by_earlier_error",
+            f"The traceback of an earlier error{f' ({kinds[0]})' if kinds else ''} still held {human(freed)} that nothing else "
+            "did.",
+            "`%gpumem_free` frees it, before the cell is run again.",
+            freed,
+        )
+
+
+def _failing(scene: Scene) -> tuple[int, int] | None:
+    """Where the statement that failed began, and ended."""
+    return next(((start, end) for point, start, end in reversed(scene.points) if point.kind == "error"), None)
+
+
+def _held_at(scene: Scene, position: int) -> list[Held]:
+    living = {one.address for one in scene.timeline.live_at(position)}
+    return [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
+
+
+def _earlier_errors(scene: Scene) -> list[int]:
+    roots = scene.holdings.roots
+    return [number for number in scene.holdings.of_kind("traceback") if roots[number].name != THIS_ERROR]
 
 
 def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int) -> str:
@@ -107,9 +138,10 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
     roots = scene.holdings.roots
     found = []
     for kind, statement in _STATEMENTS.items():
-        numbers = {number for number in scene.holdings.of_kind(kind) if roots[number].name != THIS_ERROR}
+        numbers = _earlier_errors(scene) if kind == "traceback" else scene.holdings.of_kind(kind)
         freed = _freed(held, numbers)
-        if freed >= LEAST:
+        # (Much of an earlier error's is told first of all.)
+        if freed >= LEAST and not (kind == "traceback" and scene.is_large(freed)):
             found.append(_Suggestion(_WHAT[kind], statement, freed))
     for group in _sharing(held, _idle(scene, held)):
         alone = [(number, _freed(held, [number])) for number in group]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from IPython.core.error import UsageError
@@ -16,6 +17,8 @@ from gpumem_magic.owners.model import FREEABLE
 from gpumem_magic.views.sheet import show
 
 _DEPTH = 3
+# Where no name holds one part in so many of the memory, reference cycles are looked for unasked.
+_MUCH = 20
 
 
 def who(shell: Any, options: argparse.Namespace) -> None:
@@ -24,7 +27,14 @@ def who(shell: Any, options: argparse.Namespace) -> None:
     from gpumem_magic.owners.search import find_owners
     from gpumem_magic.owners.tree import branches, by_layer, inner_layer
 
-    holdings = find_owners(machine, shell.user_ns, shell, cycles=options.cycles)
+    looked = options.cycles
+
+    def look_for_cycles(missing: Mapping[tuple[int, int], int], allocated: int) -> bool:
+        nonlocal looked
+        looked |= _MUCH * sum(missing.values()) >= allocated
+        return bool(looked)
+
+    holdings = find_owners(machine, shell.user_ns, shell, cycles=look_for_cycles)
     name, limit = options.name, None if options.all else SHOWN
     if options.modules or options.depth is not None:
         top = by_layer(holdings) if name is None else inner_layer(by_layer(holdings), name)
@@ -32,7 +42,7 @@ def who(shell: Any, options: argparse.Namespace) -> None:
             raise UsageError(f"no layer {name!r} holds memory on the device; %gpumem_who --modules lists those that do")
         show(tree(branches(top, options.depth or _DEPTH)))
     elif name is None:
-        show(summary(holdings, limit))
+        show(summary(holdings, limit, looked=looked))
     else:
         found = details(holdings, name, limit)
         if found is None:

@@ -27,10 +27,11 @@ _HEADS = {
 _UNNAMED = "Nothing is on the device."
 # Rounding that the figures show: they have one digit.
 _SEEN = 51 * KIB
+_LOOKS = "%gpumem_who --cycles looks for reference cycles"
 
 
-def summary(holdings: Holdings, limit: int | None = SHOWN) -> Sheet:
-    """Everybody who keeps memory, by bytes. limit: how many lines, None for all."""
+def summary(holdings: Holdings, limit: int | None = SHOWN, *, looked: bool = False) -> Sheet:
+    """Everybody who keeps memory, by bytes. limit: how many lines, None for all. looked: whether cycles were looked for."""
     everybody = [one for one in holders(holdings) if one.bytes or one.frees]
     if not everybody and not holdings.lost:
         return Sheet(_UNNAMED)
@@ -48,7 +49,7 @@ def summary(holdings: Holdings, limit: int | None = SHOWN) -> Sheet:
         rows.append((_mib(sizes[-1]), "", f"{len(rest)} more", "%gpumem_who --all"))
     if holdings.lost:
         sizes.append(sum(one.size for one in holdings.lost))
-        rows.append((_mib(sizes[-1]), "", "no name was found", "%gpumem_who --cycles looks for reference cycles"))
+        rows.append((_mib(sizes[-1]), "", "no name was found", "" if looked else _LOOKS))
     bars = [((THERE, size),) for size in sizes]
     requested = [one.requested for one in holdings.held] + [one.requested for one in holdings.lost]
     rounding = holdings.allocated - sum(requested)

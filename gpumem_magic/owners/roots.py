@@ -8,9 +8,10 @@ import sys
 import threading
 import types
 from collections.abc import Iterator, Mapping
-from traceback import walk_stack
+from traceback import walk_stack, walk_tb
 from typing import Any
 
+from gpumem_magic.looks.code import cell_of
 from gpumem_magic.looks.objects import (
     attributes,
     entry,
@@ -148,8 +149,14 @@ def _traceback(shell: Any, error: BaseException | None) -> Iterator[Rooted]:
     held = last_errors(shell)
     if held:
         last = next((one for one in held if is_a(one, BaseException)), None)
-        kind = "" if last is None else class_name(last)
+        kind = "" if last is None else ", ".join(filter(None, (class_name(last), _cell_of_error(last))))
         yield Root("the last error's traceback", "traceback", FREE_TRACEBACK, kind), held
+
+
+def _cell_of_error(error: BaseException) -> str:
+    """``In [3]`` where a cell raised it; "" where none is known to."""
+    cells = (cell_of(frame.f_code.co_filename) for frame, _ in walk_tb(traceback_of(error)))
+    return next((one for one in cells if one.startswith("In [")), "")
 
 
 def last_errors(shell: Any) -> list[Any]:
