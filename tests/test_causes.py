@@ -492,8 +492,8 @@ GUILTY += [
     Case(
         "pinned_by_earlier_error",
         ("def bad():\n    big = mib(6000)\n    1 / 0", "bad()", "y = mib(10000)"),
-        "The traceback of an earlier error (ZeroDivisionError, In [4]) still held 6,000 MiB that nothing else did. `%gpumem_free` "
-        "frees it, before the cell is run again.",
+        "The traceback of an earlier error (ZeroDivisionError, In [4]) still held 6,000 MiB that nothing else did. "
+        "`%gpumem_free` frees it, before the cell is run again.",
         "T4",
     ),
     # of which the attempt that fails now is no part

@@ -192,6 +192,14 @@ def test_a_graph_in_a_traceback_goes_by_the_variable_that_has_it() -> None:
         assert "chiefly the graph of local `loss` of train()." in cause.text
 
 
+def test_what_a_library_calls_its_own_is_no_name_of_what_an_error_pins() -> None:
+    with notebook() as book:
+        book.cell("nn.Linear(3, 3).cuda()(mib(64))")
+        report = book.measured("y = mib(1)")
+        (cause,) = [one for one in report.causes if one.name == "pinned_by_traceback"]
+        assert cause.text == "The last error's traceback (RuntimeError, In [3]) pins 64.0 MiB that nothing else holds."
+
+
 def test_what_grows_is_placed_where_a_function_of_another_cell_hands_it_over() -> None:
     with notebook() as book:
         book.cell(

@@ -272,7 +272,8 @@ def test_what_an_error_before_the_last_one_left_is_found_unasked(shell: Any) -> 
         assert "the last error's traceback (ZeroDivisionError, In [" in text
         run(shell, "1 / 0")
         text = " ".join(run(shell, "%gpumem_who").split())
-        assert "64.0 64.0 a reference cycle" in text and "%gpumem_free cycles" in text
+        assert "64.0 64.0 a reference cycle" in text
+        assert "%gpumem_free cycles" in text
         assert "no name was found" not in text
         run(shell, "%gpumem_free cycles")
         assert allocated() == 0

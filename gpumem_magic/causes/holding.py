@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import LEAST, Scene
-from gpumem_magic.causes.places import base
+from gpumem_magic.causes.places import base, variable_of
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
@@ -37,17 +37,22 @@ def pinned(scene: Scene) -> Iterator[Cause]:
         if kind == "traceback" and _is_script(scene):
             # It goes with the script, and what its functions held has been said.
             continue
-        roots = sorted({number for one in freed for number in one.roots})
-        names = [scene.holdings.roots[number].name for number in roots]
+        roots = [scene.holdings.roots[number] for number in sorted({number for one in freed for number in one.roots})]
+        names = [root.name for root in roots]
         which = f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})" if kind == "out" else ""
+        if kind == "traceback" and names[0] != THIS_ERROR and roots[0].type:
+            which = f" ({roots[0].type})"
         # Whose traceback it is in has been said.
         largest = base(freed[0]).replace(f", in {names[0]}", "")
         if freed[0].kind == "graph":
             largest = f"the graph of {largest}"
         if scene.report.error is not None and scene.left.told and kind == "traceback":
             largest = f"what {scene.left.told} {'hold' if ' and ' in scene.left.told else 'holds'}"
+        elif (variable := variable_of(freed[0])) is not None and not scene.program.defines(variable[1]):
+            # (What a library calls its own says nothing to the program's author.)
+            largest = ""
         # (One result that is all of it has been named.)
-        chiefly = "" if len(names) == 1 and largest == names[0] else f", chiefly {largest}"
+        chiefly = "" if not largest or (len(names) == 1 and largest == names[0]) else f", chiefly {largest}"
         remedy = "`%gpumem_free out`" if kind == "out" else "`%gpumem_free`"
         yield Cause(
             f"pinned_by_{kind}",

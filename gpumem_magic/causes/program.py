@@ -82,6 +82,11 @@ class ProgramText:
         """Whether a pattern is found in any of the cells."""
         return any(pattern.search(one.source) for one in self.cells)
 
+    def defines(self, name: str) -> bool:
+        """Whether one of the texts has a function of this name."""
+        found = re.compile(rf"\bdef\s+{re.escape(name)}\b")
+        return any(found.search(one.source) for one in self.mentioning(name))
+
     def place_of(self, pattern: re.Pattern[str]) -> str:
         """The first statement of the cells in which a pattern is found, and where, in brackets; "" where there is none."""
         found = self.stating(pattern)
