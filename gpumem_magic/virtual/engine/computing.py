@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.calls import is_made_of_others
 from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, SPECIAL, Engine
-from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_only, refuse_to_compute
+from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_keys, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import written_arguments
 from gpumem_magic.virtual.engine.random import DeviceRandom
@@ -118,18 +119,18 @@ class ComputingEngine(Engine):
         return HostCall(func, hosts, named, device, taken)
 
     def _hosts(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
-        """The arguments on the host. To be called inside `host_only`."""
+        """The arguments on the host. To be called inside `host_keys`."""
         twins = self.twins
         if kwargs:
             kwargs = {name: on_host(twins, arg) for name, arg in kwargs.items()}
         return [on_host(twins, arg) for arg in args], kwargs
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
-        with host_only():
+        with no_functions(), host_keys():
             return self._run(func, args, kwargs, device)
 
     def _run(self, func: Any, args: Any, kwargs: Any, device: int) -> tuple[HostCall, Any, Any]:
-        """The same, inside `host_only`."""
+        """The same, inside `host_keys`."""
         self.computed += 1
         self.table.gone.clear()
         call = self._call(func, args, kwargs, device)
@@ -137,11 +138,11 @@ class ComputingEngine(Engine):
 
     def _keep(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
         """Has the device's results be those of the host."""
-        with host_only():
+        with no_functions(), host_keys():
             self._put(out, call, result, kept)
 
     def _put(self, out: Any, call: HostCall, result: Any, kept: Any) -> None:
-        """The same, inside `host_only`."""
+        """The same, inside `host_keys`."""
         if out is None:
             return
         given = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
@@ -183,7 +184,7 @@ class ComputingEngine(Engine):
             return result
         if result.layout is not torch.strided:
             refuse_to_hold(f"what `{func}` makes, a tensor with layout {result.layout}", "dense (padded) tensors")
-        with host_only():
+        with no_functions(), host_keys():
             meta = torch.empty_strided(result.size(), result.stride(), dtype=result.dtype, device="meta")
         return self.wrap(meta, device)
 

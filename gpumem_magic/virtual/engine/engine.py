@@ -33,6 +33,7 @@ from gpumem_magic.devices.reads import Reads
 from gpumem_magic.failures import is_own_failure, swallowed
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import attribute, is_a
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten, overloads
 from gpumem_magic.uninterrupted import Uninterrupted
 from gpumem_magic.virtual.engine import (
@@ -587,7 +588,7 @@ class Engine:
             return None
         if kernel_rules.for_operator(func) is not None:
             return None
-        with unseen():
+        with no_functions(), unseen():
             answer = answer or self.alike.found(self.alike.looks(func, args, kwargs))
             if answer is None:
                 return None
@@ -682,7 +683,7 @@ class Engine:
         # (`made_plainly` written out: each operator passes here.)
         STATE.depth += 1
         try:
-            with unseen():
+            with no_functions(), unseen():
                 looks = self.alike.looks(func, args, kwargs)
                 answer = self.alike.found(looks)
                 if answer is not None:

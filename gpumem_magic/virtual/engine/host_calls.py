@@ -103,7 +103,7 @@ class HostCall(NamedTuple):
     taken: Placement | None
 
     def run(self, random: DeviceRandom) -> tuple[Any, Any]:
-        """The results, and what is kept for a gradient. To be called inside `host_only`."""
+        """The results, and what is kept for a gradient. To be called inside `host_keys`."""
         if is_plain(self.func):
             return computed(self.func, self.args, self.kwargs), None
         found = EQUIVALENT.get(self.func)
@@ -133,22 +133,15 @@ def _keys_above_host() -> torch._C.DispatchKeySet:
 _ABOVE_HOST = _keys_above_host()
 
 
-class host_only:
-    """Inside, operators run on the host's tensors, and nobody's modes see them. A class, as a generator takes longer."""
-
-    def __enter__(self) -> None:
-        self._keys, self._functions = torch._C._ExcludeDispatchKeyGuard(_ABOVE_HOST), torch._C.DisableTorchFunction()
-        self._keys.__enter__()
-        self._functions.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._functions.__exit__(*error)
-        self._keys.__exit__(*error)
+def host_keys() -> Any:
+    """``with no_functions(), host_keys():`` - inside, operators run on the host's tensors, and nobody's modes see them. Two of
+    C++'s, and no class of ours that enters both: a Ctrl-C between the two would leave the first for good."""
+    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_HOST)
 
 
 @contextmanager
 def with_gradients() -> Iterator[None]:
-    """Inside `host_only`: PyTorch's autograd sees what the host computes."""
+    """Inside `host_keys`: PyTorch's autograd sees what the host computes."""
     with torch.inference_mode(False), torch.enable_grad(), without_excluding(_AUTOGRAD):
         yield
 
@@ -178,7 +171,7 @@ def _of_operator(func: Any) -> _Function:
 
 
 def computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """A plain operator's results. To be called inside `host_only`."""
+    """A plain operator's results. To be called inside `host_keys`."""
     try:
         return _as_called(func)(*args, **kwargs)
     except NotImplementedError as error:

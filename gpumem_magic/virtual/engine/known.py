@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.failures import is_own_failure
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import few, guesses, refused_values, shares, triangles, uniform, values
@@ -27,7 +28,7 @@ from gpumem_magic.virtual.engine.computing import (
     runs_in_parts,
     written_by,
 )
-from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_only
+from gpumem_magic.virtual.engine.host_calls import FactoryCall, HostCall, host_keys
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.refusals import CannotRun
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
@@ -78,7 +79,7 @@ class KnownEngine(ComputingEngine):
             placement = self._placed_and_known(tensor)
             if placement is None:
                 return None
-            with host_only():
+            with no_functions(), host_keys():
                 equal = isinstance(placement.twin, Uniform)
                 host = placement.twin.seen_as(tensor) if equal else self.twins.view(tensor)
                 return Known(host, placement.sure, placement.supplied)
@@ -106,7 +107,7 @@ class KnownEngine(ComputingEngine):
                 return few.Surely(tensor.numel() if bool(placement.twin.element) else 0)
             found = None if isinstance(placement.twin, Uniform) else self.known(tensor)
             if found is not None and found.exact:
-                with host_only():
+                with no_functions(), host_keys():
                     return few.Surely(found.host.count_nonzero())
         told = None if placement.told is None else placement.told.get(few.look_of(tensor))
         if told is not None or placement.few is None:
@@ -169,7 +170,7 @@ class KnownEngine(ComputingEngine):
         found = self.known(tensor) if isinstance(tensor, VirtualTensor) else Known(tensor, True)
         if found is None or not found.exact or not found.host.numel() or found.host.is_meta:
             return None
-        with host_only():
+        with no_functions(), host_keys():
             element = uniform.element_of(found.host)
             if element is None and found.host.numel() > _MOST_READ:
                 return None
@@ -193,7 +194,7 @@ class KnownEngine(ComputingEngine):
             placement.among = found.among
             placement.share = found.share if found.total is None else Fraction(found.total[0], made.numel())
         elif self.bounds.follows and self.tape is None and self.host_of(made) is None:
-            with host_only():
+            with no_functions(), host_keys():
                 counts = shares.spread_evenly(*found.total, made)
             self._have(made, counts, sure=False)
 
@@ -212,17 +213,17 @@ class KnownEngine(ComputingEngine):
             self._bound([], tensor, few.Surely(min(tensor.shape)))
         draws = call.name.startswith(_DRAWING)
         if not draws and not self.bounds.hold(tensor):
-            with host_only():
+            with no_functions(), host_keys():
                 element = call.one()
             if element is not None and not self._nested and self.tape is None and uniform.is_whole(tensor):
                 self._have_equal(tensor, element)
         elif not draws and self._may_learn(tensor):
-            with host_only():
+            with no_functions(), host_keys():
                 host = call()
             self.learn(tensor, host)
         elif draws and call.name.startswith("randint") and tensor.numel() <= values.MOST_GUESSED:
             # What is worked out of one such number agrees with it: a slice from `i` to `i + n` has n elements.
-            with host_only():
+            with no_functions(), host_keys():
                 self.guess(tensor, _aten.full.default(tensor.size(), call.bounds()[0], dtype=tensor.dtype))
         elif draws and self.bounds.guesses:
             guess = guesses.of_factory(call.name)
@@ -259,12 +260,12 @@ class KnownEngine(ComputingEngine):
         # Of what lies around it, as much is known as before.
         placement = self._placed_and_known(tensor)
         if placement is not None and not isinstance(placement.twin, Uniform):
-            with self.lock, torch._C.DisableTorchFunction(), host_only():
+            with self.lock, torch._C.DisableTorchFunction(), host_keys():
                 self.twins.view(tensor).copy_(host)
             placement.sure = placement.sure and sure
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
-        with self.lock, torch._C.DisableTorchFunction(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_keys():
             placement = self.twins.placement(tensor)
             placement.put(None)
             self.twins.keep(tensor, host.detach(), (host,))
@@ -350,7 +351,7 @@ class KnownEngine(ComputingEngine):
         What does not go together for other reasons (shapes, types) is refused before a kernel runs, and said instead.
         """
         assert way.refuses is not None
-        with self.lock, torch._C.DisableTorchFunction(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_keys():
             error = refused_values.refusal(func, way.refuses, self._looked_through, args, kwargs)
         if error is None:
             return
@@ -427,7 +428,7 @@ class KnownEngine(ComputingEngine):
             return False
         found = _Arguments(written)
         shape: Shape | None = None
-        with self.lock, torch._C.DisableTorchFunction(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_keys():
             for leaf in of_no_matter:
                 found.given[id(leaf)] = _aten.zeros.default((), dtype=leaf.dtype)
             for leaf in read:
@@ -449,7 +450,7 @@ class KnownEngine(ComputingEngine):
         done = self._attempt(found, func, *uniform.for_one(func, args, kwargs), device)
         if done is None or type(done[1]) is not torch.Tensor or done[1].dtype is not out.dtype:
             return False
-        with self.lock, torch._C.DisableTorchFunction(), host_only():
+        with self.lock, torch._C.DisableTorchFunction(), host_keys():
             equal = uniform.element_of(done[1])
             if equal is None:
                 return shape is not None and self._have_triangle(out, done[1].reshape(-1), shape, found.supplied)
@@ -503,7 +504,7 @@ class KnownEngine(ComputingEngine):
     def guessed(self, tensor: VirtualTensor, host: torch.Tensor) -> torch.Tensor:
         share = self.share(tensor) if self._spread and shares.is_counted(tensor) else None
         if share is not None and host.numel() <= _MOST_FILLED:
-            with host_only():
+            with no_functions(), host_keys():
                 return shares.fill(host, share)
         return guesses.fill(host, all_attributes(tensor).get(GUESS))
 
@@ -584,7 +585,7 @@ class KnownEngine(ComputingEngine):
         """For an operator that asks a tensor for its shape and type alone: one without values stands for it."""
         if like.layout is not torch.strided or like.numel() > _MOST_READ:
             return None
-        with host_only():
+        with no_functions(), host_keys():
             found.given[id(like)] = _aten.empty_strided.default(
                 like.size(), like.stride(), dtype=like.dtype, device=torch.device("cpu")
             )
@@ -609,7 +610,7 @@ class KnownEngine(ComputingEngine):
         found.sure = False
         for leaf in unknown:
             if not _owns_storage(leaf):
-                with host_only():
+                with no_functions(), host_keys():
                     host = _aten.zeros.default(leaf.size(), dtype=leaf.dtype)
                     found.given[id(leaf)] = self.guessed(leaf, host)
             else:
@@ -618,7 +619,7 @@ class KnownEngine(ComputingEngine):
 
     def _give(self, tensor: Any) -> None:
         """From now on an unknown tensor has the values that it is guessed to have."""
-        with host_only():
+        with no_functions(), host_keys():
             placement = self.twins.placement(tensor)
             chosen = placement.among, placement.share
             placement.put(None)

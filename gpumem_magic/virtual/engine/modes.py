@@ -263,17 +263,19 @@ def _put_on(modes: list[TorchDispatchMode]) -> None:
         torch._C._push_on_torch_dispatch_stack(mode)
 
 
-class aside:
-    """Inside, no mode of the program's own sees what is called. Modes of PyTorch's, which trace programs, stay."""
+def aside(call: Callable[..., _Made], /, *args: Any, **kwargs: Any) -> _Made:
+    """What `call` returns where no mode of the program's own sees what it calls. Modes of PyTorch's, which trace programs, stay.
 
-    def __enter__(self) -> None:
-        self._functions = no_functions()
-        self._functions.__enter__()
-        self._modes = _taken_off() if has_others(None) else []
-
-    def __exit__(self, *error: Any) -> None:
-        _put_on(self._modes)
-        self._functions.__exit__(*error)
+    A function, as `made_plainly` is.
+    """
+    with no_functions():
+        modes: list[TorchDispatchMode] = []
+        try:
+            if has_others(None):
+                modes = _taken_off()
+            return call(*args, **kwargs)
+        finally:
+            _put_on(modes)
 
 
 def made_plainly(make: Callable[..., _Made], /, *args: Any, **kwargs: Any) -> _Made:
@@ -328,23 +330,10 @@ def origin(kind: str) -> Iterator[None]:
         STATE.origin = before
 
 
-class _Unseen:
-    """`no_functions` and `no_dispatch`."""
-
-    def __enter__(self) -> None:
-        self._functions, self._dispatch = no_functions(), no_dispatch()
-        self._functions.__enter__()
-        self._dispatch.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._dispatch.__exit__(*error)
-        self._functions.__exit__(*error)
-
-
 def unseen() -> Any:
-    """Inside, plain tensors are made and looked at, and nobody's modes see it. Where no mode is on, that takes a tenth of the
-    time: C++'s guard of dispatch is one of pybind11's."""
-    return _Unseen() if _len_torch_dispatch_stack() else no_functions()
+    """``with no_functions(), unseen():`` - inside, plain tensors are made and looked at, and nobody's modes see it. Where no mode
+    is on, that takes a tenth of the time: C++'s guard of dispatch is one of pybind11's."""
+    return no_dispatch() if _len_torch_dispatch_stack() else no_functions()
 
 
 def undisturbed() -> bool:

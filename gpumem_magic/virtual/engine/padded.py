@@ -9,9 +9,10 @@ from __future__ import annotations
 import torch
 
 from gpumem_magic.devices.base import Padded
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.births import Call
-from gpumem_magic.virtual.engine.host_calls import host_only
+from gpumem_magic.virtual.engine.host_calls import host_keys
 
 _MOVING = frozenset(map(id, overloads("_to_copy")))
 _KINDS = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
@@ -33,7 +34,7 @@ def padded(call: Call) -> Padded | None:
         return None
     if source.dim() != 2 or source.dtype not in _KINDS or min(source.shape) < 2 or source.numel() > _MOST:
         return None
-    with host_only():
+    with no_functions(), host_keys():
         sides = [one for one in (_of_side(source, True), _of_side(source.flip(1), False)) if one is not None]
         return sides[0] if len(sides) == 1 else None
 

@@ -38,7 +38,7 @@ from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
     HostCall,
     computed,
-    host_only,
+    host_keys,
     lacks_kernel,
     plain_function,
     refuse_to_compute,
@@ -468,7 +468,7 @@ class RealEngine(ComputingEngine):
                 self._operate_again(func, args, kwargs, out, answer, placement)
                 return out
         # (Autocast is on, which would see it.)
-        with self.uninterrupted, self.lock, host_only():
+        with self.uninterrupted, self.lock, no_functions(), host_keys():
             self._operate_again(func, args, kwargs, out, answer, placement)
         return out
 
@@ -486,7 +486,7 @@ class RealEngine(ComputingEngine):
             if found is not None:
                 if met.writes and is_ordinary(args[0]):
                     views_anew.note(args[0])
-                with no_functions() if undisturbed() else host_only():
+                with no_functions(), (no_functions() if undisturbed() else host_keys()):
                     self._operate_again(func, args, kwargs, found[0], found[1])
                 return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
@@ -538,7 +538,7 @@ class RealEngine(ComputingEngine):
     # ---- values
 
     def host_of(self, tensor: VirtualTensor) -> torch.Tensor:
-        with self.lock, host_only():
+        with self.lock, no_functions(), host_keys():
             return self.twins.view(tensor)
 
     def known(self, tensor: Any) -> Known:
@@ -546,7 +546,7 @@ class RealEngine(ComputingEngine):
 
     def twin_of(self, storage: Any) -> Any:
         """The host's bytes of a storage on a device."""
-        with self.lock, host_only():
+        with self.lock, no_functions(), host_keys():
             placement = self.table.find(storage)
             if placement is None:
                 raise RuntimeError("the storage is on no device")
@@ -554,7 +554,7 @@ class RealEngine(ComputingEngine):
 
     def fill(self, tensor: VirtualTensor, call: FactoryCall, device: int) -> None:
         """Gives a new tensor the values of one that is made on the host."""
-        with self.lock, host_only():
+        with self.lock, no_functions(), host_keys():
             made = HostCall(call, [], {}, device, None)
             if self.tape is not None:
                 self.tape.append((made, self.twins.view(tensor), None))
@@ -564,7 +564,7 @@ class RealEngine(ComputingEngine):
 
     def replay(self, tape: Tape) -> None:
         """Computes what was captured."""
-        with self.lock, host_only():
+        with self.lock, no_functions(), host_keys():
             for call, written, keeper in tape:
                 result, kept = call.run(self.random)
                 for mine, its in zip(leaves(written), leaves(result), strict=False):
@@ -579,12 +579,12 @@ class RealEngine(ComputingEngine):
 
     def _compute(self, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> None:
         if self.tape is not None:
-            with host_only():
+            with no_functions(), host_keys():
                 call = self._call(func, args, kwargs, device)
                 self.tape.append((call, on_host(self.twins, out), self._keeper(func, out)))
             return
         if kernel_rules.for_operator(func) is None:
-            with no_functions() if undisturbed() else host_only():
+            with no_functions(), (no_functions() if undisturbed() else host_keys()):
                 found = self._run(func, args, kwargs, device)
                 # What was written in place lies in the twin.
                 if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
@@ -596,7 +596,7 @@ class RealEngine(ComputingEngine):
             if not is_own_failure(error):
                 raise
             self.unknown.add(func._schema.name)
-            with host_only():
+            with no_functions(), host_keys():
                 for leaf in leaves(out):
                     if isinstance(leaf, VirtualTensor):
                         self.twins.view(leaf).zero_()

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.virtual.engine import exchanged, values
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.host_calls import equivalent, host_only
+from gpumem_magic.virtual.engine.host_calls import equivalent, host_keys
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped
 
@@ -91,7 +92,7 @@ def _known_after(engine: Engine, func: Any, args: Any) -> list[tuple[Any, torch.
     written = [leaf for leaf in leaves(args[0]) if isinstance(leaf, VirtualTensor)]
     if exchange is None or sent is None or any(leaf.numel() > values.MOST_GUESSED for leaf in written):
         return []
-    with host_only():
+    with no_functions(), host_keys():
         hosts = {id(leaf): torch.zeros(leaf.size(), dtype=leaf.dtype) for leaf in written} | sent.hosts
         exchange(sent.company, *_with(hosts, args))
     sure = sent.sure and (not receives or sent.company.size < 2)
@@ -115,7 +116,7 @@ def _sent(engine: Engine, args: Any, tensors: Any) -> _Sent | None:
     company = exchanged.company_of(args) if all(id(leaf) in known for leaf in given) else None
     if company is None:
         return None
-    with host_only():
+    with no_functions(), host_keys():
         hosts = {name: found.host.clone() for name, found in known.items()}
     return _Sent(company, hosts, all(found.exact for found in known.values()))
 
@@ -161,7 +162,7 @@ def _new(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     exchange = exchanged.NEW.get(_base_name(func))
     sent = None if exchange is None else _sent(engine, args, args)
     if exchange is not None and sent is not None:
-        with host_only():
+        with no_functions(), host_keys():
             received = exchange(sent.company, *_with(sent.hosts, args))
         sure = sent.sure and sent.company.size < 2
         _take(engine, [(leaf, host, sure) for leaf, host in zip(leaves(made), leaves(received), strict=True)])

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of, users_line
 from gpumem_magic.virtual.engine.engine import Engine, special
-from gpumem_magic.virtual.engine.host_calls import host_only
+from gpumem_magic.virtual.engine.host_calls import host_keys
 from gpumem_magic.virtual.engine.mismatch import in_full_precision
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.operators import cusolver
@@ -182,5 +183,5 @@ def _check(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> No
     if known is None:
         engine.reads.may_raise(users_line())
     else:
-        with host_only():
+        with no_functions(), host_keys():
             func(known, *args[1:], **kwargs)

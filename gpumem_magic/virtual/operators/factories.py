@@ -569,10 +569,7 @@ class Factories:
         if index is None:
             return host.requires_grad_(requires_grad) if requires_grad else host
         made = host.to(cuda(index))
-        if requires_grad:
-            with aside():
-                return made.detach().requires_grad_(True)
-        return made
+        return aside(lambda: made.detach().requires_grad_(True)) if requires_grad else made
 
     def _device_context(self, original: Callable[..., Any], makers: set[Any]) -> Callable[..., Any]:
         """`with torch.device("cuda")` and `torch.set_default_device("cuda")`."""

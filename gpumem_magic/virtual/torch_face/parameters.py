@@ -40,8 +40,7 @@ def _holding_it() -> str:
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """`_become`, of which the program's modes see nothing."""
-    with aside():
-        _become(tensor, other)
+    aside(_become, tensor, other)
 
 
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -281,8 +280,7 @@ def _another(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> to
 def _convert_parameter(parameter: torch.Tensor, applied: torch.Tensor, fn: _Convert) -> None:
     gradient = parameter.grad
     if applied is not parameter:
-        with aside():
-            parameter.grad = None
+        aside(setattr, parameter, "grad", None)
         become(parameter, applied)
     if gradient is None:
         return

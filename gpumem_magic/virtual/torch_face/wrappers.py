@@ -76,8 +76,7 @@ def install(patches: Patches) -> None:
         if cls is not torch.nn.Parameter:
             return _as_class(cls, data, requires_grad)
         # (Of a plain tensor PyTorch makes one in C++, and calls no function.)
-        with aside():
-            return _as_class(cls, data, requires_grad)
+        return aside(_as_class, cls, data, requires_grad)
 
     patches.set(torch.nn.Parameter, "__new__", staticmethod(make_parameter))
     same: Any = torch.Tensor.as_subclass
