@@ -190,6 +190,22 @@ def test_an_interrupt_anywhere_in_a_look_at_a_tensor_leaves_the_threads_state(sh
         del caught
 
 
+@pytest.mark.skipif(sys.gettrace() is not None, reason="something traces already")
+def test_an_interrupt_anywhere_while_a_layer_moves_leaves_the_threads_state(shell: Any) -> None:
+    machine = machine_on()
+    torch.nn.Linear(2, 2).cuda()
+    before = state(machine)
+    layer = torch.nn.Linear(2, 2)
+    with Interruption() as counted:
+        layer.cuda()
+    assert counted.count > 100
+    for number in range(1, counted.count + 1, 3):
+        layer = torch.nn.Linear(2, 2)
+        with suppress(KeyboardInterrupt), Interruption(number):
+            layer.cuda()
+        assert state(machine) == before, number
+
+
 def test_what_two_interrupts_left_is_no_recording_any_more(shell: Any) -> None:
     """`off`, a measured cell and `%unload_ext` find a recording whose cell is gone."""
     magics = shell.magics_manager.registry["GpuMemMagics"]

@@ -366,11 +366,12 @@ class pushed:
     def __enter__(self) -> None:
         on_top = _len_torch_dispatch_stack()
         self._is_new = not on_top or _get_dispatch_stack_at(on_top - 1) is not self._mode
-        self._off.__enter__()
         try:
+            self._off.__enter__()
             if self._is_new:
                 torch._C._push_on_torch_dispatch_stack(self._mode)
-        except BaseException:  # a Ctrl-C behind the call
+        except BaseException:  # a Ctrl-C behind one of the calls
+            self._is_new = _len_torch_dispatch_stack() > on_top
             self.__exit__()
             raise
 

@@ -626,7 +626,7 @@ class Factories:
                 args = (device, *args[1:])
             else:
                 kwargs["device"] = device
-            with pushed(factories._engine.mode):
+            with factories._engine.uninterrupted, pushed(factories._engine.mode):
                 return original(self, *args, **kwargs)
 
         factories = self
