@@ -486,7 +486,7 @@ class RealEngine(ComputingEngine):
             if found is not None:
                 if met.writes and is_ordinary(args[0]):
                     views_anew.note(args[0])
-                with no_functions(), (no_functions() if undisturbed() else host_keys()):
+                with no_functions(), no_functions() if undisturbed() else host_keys():
                     self._operate_again(func, args, kwargs, found[0], found[1])
                 return found[0]
         # (What only looks at a dense tensor is made anew of a sparse one.)
@@ -584,7 +584,7 @@ class RealEngine(ComputingEngine):
                 self.tape.append((call, on_host(self.twins, out), self._keeper(func, out)))
             return
         if kernel_rules.for_operator(func) is None:
-            with no_functions(), (no_functions() if undisturbed() else host_keys()):
+            with no_functions(), no_functions() if undisturbed() else host_keys():
                 found = self._run(func, args, kwargs, device)
                 # What was written in place lies in the twin.
                 if not (args and out is args[0] and found[1] is found[0].args[0] and out.layout is torch.strided):
