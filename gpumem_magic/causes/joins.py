@@ -22,6 +22,9 @@ from gpumem_magic.units import human, listed
 _BLANK = re.compile(r"(?:new_)?(?:zeros|empty|ones|full)(?:_like)?$")
 # So many tensors that are joined are the parts of a result.
 _PARTS = 3
+# How a program reaches gradients; and weights without them.
+_GRADIENTS = re.compile(r"\bgrads?\b")
+_WEIGHTS = re.compile(r"^(?!.*\bgrad).*\bparameters\(", re.S)
 
 
 def joined_in_a_loop(scene: Scene) -> Iterator[Cause]:
@@ -106,32 +109,34 @@ def _joined_once(scene: Scene) -> Iterator[Cause]:
 
 
 def joined_gradients(scene: Scene) -> Iterator[Cause]:
-    """All gradients, or parameters, once more in one piece."""
+    """All gradients once more in one piece. (Whoever joins the weights, which have the same shapes, works on with them.)"""
+    whole = scene.living_in(scene.moment, "gradients")
     for born, joined, birth in births_alive(scene):
         if joined < scene.part_of_peak(10) or birth.node or birth.kernel != "cat" or len(birth.inputs) < _PARTS:
             continue
-        for kind in ("gradients", "parameters"):
-            whole = [each for each in scene.living_in(scene.moment, kind) if each.born < born]
-            size = sum(each.requested for each in whole)
-            if len(whole) < _PARTS or 10 * abs(size - bytes_of(birth.shape or (), birth.dtype)) > size:
-                continue
-            # (Others may be as many by chance.)
-            sizes = {each.requested for each in whole}
-            if any(bytes_of(shape, dtype) not in sizes for shape, dtype in birth.inputs):
-                continue
-            alike = Alike(birth.shape or (), 1, joined, birth, born)
-            name = name_given(statement_of(scene, alike))
-            normed = scene.program.matches_any(re.compile(rf"\b{re.escape(name)}\.norm\(|norm\(\s*{re.escape(name)}\b"))
-            yield Cause(
-                "joined_gradients",
-                f"{made_by(scene, alike)} copies all {kind} into one piece: {human(joined)} beside {human(size)}.",
-                "Their norm needs no copy: `torch.nn.utils.get_total_norm(p.grad for p in model.parameters())`, or a norm of "
-                "the norms of each."
-                if name and normed and kind == "gradients"
-                else "Work on each by itself, or on views of one buffer, where that will do.",
-                joined,
-            )
-            return
+        before = [each for each in whole if each.born < born]
+        size = sum(each.requested for each in before)
+        if len(before) < _PARTS or 10 * abs(size - bytes_of(birth.shape or (), birth.dtype)) > size:
+            continue
+        # (Others may be as many by chance.)
+        sizes = {each.requested for each in before}
+        if any(bytes_of(shape, dtype) not in sizes for shape, dtype in birth.inputs):
+            continue
+        if not scene.program.matches_any(_GRADIENTS) or (birth.place is not None and _WEIGHTS.search(birth.place.expression)):
+            continue
+        alike = Alike(birth.shape or (), 1, joined, birth, born)
+        name = name_given(statement_of(scene, alike))
+        normed = scene.program.matches_any(re.compile(rf"\b{re.escape(name)}\.norm\(|norm\(\s*{re.escape(name)}\b"))
+        yield Cause(
+            "joined_gradients",
+            f"{made_by(scene, alike)} copies all gradients into one piece: {human(joined)} beside {human(size)}.",
+            "Their norm needs no copy: `torch.nn.utils.get_total_norm(p.grad for p in model.parameters())`, or a norm of "
+            "the norms of each."
+            if name and normed
+            else "Work on each by itself, or on views of one buffer, where that will do.",
+            joined,
+        )
+        return
 
 
 def filled_in_parts(scene: Scene) -> Iterator[Cause]:
