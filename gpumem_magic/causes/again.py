@@ -1,17 +1,19 @@
 """Weights that are there several times, or wider than they were: a model for each thread, stacks of models, conversions, weights
-that a parametrization computes anew in each call."""
+that a parametrization, or a layer itself, computes anew in each call, and pruned ones."""
 
 from __future__ import annotations
 
+import ast
 import re
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
+from gpumem_magic.looks.parsing import parsed_expression
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
@@ -24,6 +26,9 @@ _LOCAL = f"{threading.local.__module__}.{threading.local.__name__}"
 _PARAMETRIZED = re.compile(r"^(?P<module>.*)\.parametrizations\.(?P<name>\w+)\.original\d*$")
 _ASKS_FOR_FLOAT32 = re.compile(r"\.float\(|float32")
 # What a library's function that widens weights is for.
+# What `torch.nn.utils.prune` calls what it keeps (`BasePruningMethod.apply`), and its functions.
+_ORIGINAL, _MASK = "_orig", "_mask"
+_PRUNES = re.compile(r"\bprune\.\w+\(|\b\w+_(?:un)?structured\(")
 _FOR_FEW_BITS = re.compile(r"\bprepare_model_for_kbit_training\b")
 
 
@@ -109,6 +114,80 @@ def widened_weights(scene: Scene) -> Iterator[Cause]:
             size_of(its) // 2,
             describes=meant_so,
         )
+
+
+def pruned_weights(scene: Scene) -> Iterator[Cause]:
+    """What `torch.nn.utils.prune` keeps of a weight: as it was, a mask of numbers, and the product of both."""
+    weights = {one.place: one for one in scene.held if one.kind == "parameter" and one.place.endswith(_ORIGINAL)}
+    masks = [
+        one
+        for one in scene.held
+        if one.kind == "buffer"
+        and f"{one.place.removesuffix(_MASK)}{_ORIGINAL}" in weights
+        and one.place.endswith(_MASK)
+    ]
+    names = {one.place.removesuffix(_MASK) for one in masks}
+    products = [one for one in scene.held if one.place in names and one.kind == "tensor"]
+    size = size_of(masks) + size_of(products)
+    if not masks or size < scene.part_of_peak(5):
+        return
+    call = scene.program.stating(_PRUNES)
+    at = f" (`{call.shown}`, {call.words})" if call is not None else ""
+    whole, name = size_of(weights[f"{one}{_ORIGINAL}"] for one in names), min(names).rpartition(".")[2]
+    yield Cause(
+        "pruned_weights",
+        f"Pruning{at} keeps each weight as it was (`{name}{_ORIGINAL}`), a mask of numbers (`{name}{_MASK}`) and the product of "
+        f"both (`{name}`): {human(size)} more than the {human(whole)} of weights.",
+        f'`prune.remove(layer, "{name}")` after it leaves the product alone. (Zeros take as much room as other numbers.)',
+        size,
+    )
+
+
+def computed_weights(scene: Scene) -> Iterator[Cause]:
+    """``w = self.q.float() * self.scale``: weights that forwards compute of what layers store, kept for backward."""
+    if scene.tensors is None:
+        return
+    stored: dict[str, list[Held]] = defaultdict(list)
+    for one in scene.held:
+        if one.kind in ("parameter", "buffer"):
+            stored[one.place.rpartition(".")[2]].append(one)
+    found: dict[str, list[Allocation]] = defaultdict(list)
+    for each in scene.living_in(scene.moment, "activations"):
+        birth = scene.tensors.birth_of(each)
+        place = birth.place if birth is not None and not birth.node else None
+        if birth is not None and place is not None and birth.shape in _shapes_of(place.expression, stored):
+            found[place.expression].append(each)
+    for expression, its in sorted(found.items(), key=lambda pair: -size_of(pair[1]))[:1]:
+        if len(its) < _SEVERAL or size_of(its) < scene.part_of_peak(4):
+            continue
+        its_own = [one for name in _own_names(expression) for one in stored[name]]
+        yield Cause(
+            "recomputed_weights",
+            f"{made_at(scene, its[-1])} computes a layer's weight of what that stores ({human(size_of(its_own))} in all), and "
+            f"{len(its)} of them are kept for backward: {human(size_of(its))}.",
+            "A method that makes the weight and multiplies with it, called by `torch.utils.checkpoint.checkpoint(..., "
+            "use_reentrant=False)`, makes it again in backward, and keeps none.",
+            size_of(its) - its[0].size,
+        )
+
+
+def _own_names(expression: str) -> list[str]:
+    """The attributes of ``self`` of which an expression is made; none where there is anything else in it, but for PyTorch's
+    functions."""
+    try:
+        node = parsed_expression(expression)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return []
+    owned = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"]
+    inside = {id(one.value) for one in owned}
+    others = {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and id(one) not in inside}
+    return [one.attr for one in owned] if others <= {"torch", "F"} else []
+
+
+def _shapes_of(expression: str, stored: Mapping[str, Sequence[Held]]) -> set[tuple[int, ...] | None]:
+    names = _own_names(expression)
+    # (Of a method's result nothing is known, nor of what is no tensor of the layer's.)
+    return {one.shape for name in names for one in stored[name]} if all(name in stored for name in names) else set()
 
 
 def recomputed_weights(scene: Scene) -> Iterator[Cause]:

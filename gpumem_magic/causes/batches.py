@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
+from math import prod
 
 from gpumem_magic.causes.alike import births_alive
 from gpumem_magic.causes.device_memory import is_in_a_first_forward
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.pairs import PRODUCTS
-from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.places import module_of, quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint, Span
@@ -230,6 +231,11 @@ class Batch:
         self._weights = self._shapes("parameters" if known else "gradients")
         # (Of models from before the recording: what is computed in the shape of a buffer is a weight, unpacked from it.)
         self._weights |= {one.shape for one in scene.held if one.kind == "buffer"}
+        # All of a model's may be joined to one piece.
+        numbers: Counter[str] = Counter()
+        for weight in scene.held:
+            numbers[module_of(weight)] += prod(weight.shape) if weight.kind == "parameter" else 0
+        self._weights |= {(count,) for count in numbers.values()}
         sizes: Counter[int] = Counter()
         inputs: Counter[int] = Counter()
         seconds: dict[int, int] = {}

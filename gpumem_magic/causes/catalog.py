@@ -70,6 +70,7 @@ DETECTORS: tuple[Detector, ...] = (
     loops.steady,
     growth.growth,
     loops.grown_in_call,
+    loops.given_back_by_the_error,
     kept.key_value_cache,
     kept.asked_for,
     kept.pinned_by_view,
@@ -113,6 +114,8 @@ DETECTORS: tuple[Detector, ...] = (
     again.stacked_weights,
     again.widened_weights,
     again.recomputed_weights,
+    again.computed_weights,
+    again.pruned_weights,
     unread.unread_results,
     training.optimizer_history,
     training.optimizer_states,
@@ -133,6 +136,7 @@ DETECTORS: tuple[Detector, ...] = (
     jacobians.jacobian_of_a_batch,
     in_place.in_place,
     in_place.second_of_its_size,
+    in_place.rebuilt_beside,
     written_out.written_out,
     operators.grown_results,
     operators.matrices_of_rows,
@@ -203,14 +207,14 @@ _GROWING = frozenset({"growth", "kept_graphs"})
 _COVERED = {
     "model_built_again": ("optimizer_of_the_former",),
     "optimizer_states": ("optimizer_history", "optimizer_of_the_former"),
-    "growth": ("kept_errors", "gradients_with_graphs", "input_gradients"),
+    "growth": ("pruned_weights", "kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     # (Which keeps what the cache held before it grew.)
-    "key_value_cache": ("missing_no_grad",),
+    "key_value_cache": ("missing_no_grad", "rebuilt_beside"),
     "dominating_layer": ("attention_scores",),
     "wide_inference": ("models_of_threads",),
     # (Of data that stays there is as much whatever a batch has.)
-    "whole_batch": ("copied_rows", "second_of_its_size", "recomputed_weights"),
+    "whole_batch": ("copied_rows", "second_of_its_size", "recomputed_weights", "rebuilt_beside"),
     # (Whose parts PyTorch's own function joins.)
     "joined": ("jacobian_of_a_batch",),
     "map_location_missing": ("held_checkpoint",),
@@ -261,7 +265,8 @@ _COVERED_IF_AS_LARGE = {
     "expanded_copy": ("growth",),
     # (They are steps of it.)
     "float32_copy": ("written_out",),
-    "grown_result": ("written_out",),
+    "grown_result": ("written_out", "copied_rows"),
+    "dominating_layer": ("grown_result",),
     # (Nobody keeps them but for that.)
     "attention_scores": ("asked_for",),
     # (Of a loss over all pairs.)

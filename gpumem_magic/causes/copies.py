@@ -270,11 +270,19 @@ def _letting_go(scene: Scene, born: int) -> str:
     wholes = {whole.place for whole in found if whole is not None}
     # All who reach it have to let go: a pipeline that was given the model, too.
     roots = {scene.holdings.roots[number] for one in its for number in one.roots}
-    reached = {root.name for root in roots if root.kind == "variable"} - {place.partition(".")[0] for place in wholes}
-    names = sorted(place for place in wholes | reached if place.isidentifier())
+    owners = {place.partition(".")[0] for place in wholes}
+    reached = {root.name for root in roots if root.kind == "variable" and _is_deleted(root)} - owners
+    emptied = {root.name: root.statement for root in roots if root.statement and not _is_deleted(root)}
+    names = sorted(place for place in (wholes | reached) - emptied.keys() if place.isidentifier())
     attributes = sorted(place for place in wholes if all(map(str.isidentifier, place.split("."))) and "." in place)
     code = [f"del {', '.join(names)}"] * bool(names) + [f"{' = '.join([*attributes, 'None'])}"] * bool(attributes)
+    code += sorted(emptied.values())
     return f"`{'; '.join(code)}`" if code else ""
+
+
+def _is_deleted(root: Root) -> bool:
+    """Whether deleting it is what lets go of what it holds: a cached function is emptied, and stays."""
+    return root.statement is None or root.statement.startswith("del ")
 
 
 def left_over(scene: Scene) -> Iterator[Cause]:

@@ -156,17 +156,29 @@ def retained_gradients(scene: Scene) -> Iterator[Cause]:
     """`retain_grad()` of activations: each keeps its gradient for as long as it is there."""
     calls = scene.program.calls("retain_grad")
     weights = {one.place for one in scene.held if one.kind == "parameter"}
-    kept = [
-        one
+    ends = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD) if not one.failed]
+    named = {
+        one.index
         for one in scene.living_in(scene.moment, "activation_gradients")
         if scene.tensors is not None
         and (place := scene.tensors.keeper(one, scene.moment)[1]).endswith(".grad")
         and place.removesuffix(".grad") not in weights
+    }
+    # (Whatever nobody asked to keep is gone when its backward is.)
+    everything = [
+        one
+        for one in scene.timeline.allocations
+        if scene.labels[one.index].category == "activation_gradients"
+        and (
+            one.index in named
+            or any(begin <= one.born < end and (one.freed is None or one.freed > end) for begin, end in ends)
+        )
     ]
+    kept = [one for one in everything if one.born < scene.moment and (one.freed is None or one.freed >= scene.moment)]
     if not calls or size_of(kept) < scene.part_of_peak(10):
         return
     call, owner = calls[0], calls[0].statement.strip().partition(".retain_grad")[0]
-    highest, _ = scene.highest_without(kept)
+    highest, _ = scene.highest_without(everything)
     yield Cause(
         "retained_gradients",
         f"`{call.shown}` ({call.words}) keeps the gradients of {counted(len(kept), 'activation')}: {human(size_of(kept))} at the "

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 
 from gpumem_magic.causes.alike import bytes_of, goes_by_numbers, made_at, of_birth
-from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.model import WORTH, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.written import name_given
 from gpumem_magic.devices.base import Birth
@@ -22,6 +23,8 @@ from gpumem_magic.units import human
 
 _METHODS: dict[type[ast.operator], str] = {ast.Add: "add_", ast.Sub: "sub_", ast.Mult: "mul_", ast.Div: "div_"}
 _LONGEST = 40
+# So many parts are no single tensor.
+_PARTS = 3
 # What is saved is one part in so many of the peak, or more.
 _SHARE = 8
 
@@ -75,6 +78,30 @@ def second_of_its_size(scene: Scene) -> Iterator[Cause]:
         "Where it gives the same each time, do so once, and keep its result in that one's place; else a part of the rows at a "
         "time.",
         error.wanted,
+    )
+
+
+def rebuilt_beside(scene: Scene) -> Iterator[Cause]:
+    """``cache = [f(part) for part in cache]``: all parts of the new one are made while the name has the old one's."""
+    point = scene.tensors.statement_at(scene.moment - 1) if scene.tensors is not None else None
+    name = name_given(point.statement) if point is not None else ""
+    if not name or point is None or scene.tensors is None:
+        return
+    begin = scene.start_of_row(scene.moment - 1)
+    of_it = re.compile(rf"{re.escape(name)}[.\[]")
+    living = scene.timeline.live_at(scene.moment)
+    old = [one for one in living if one.born < begin and of_it.match(scene.tensors.keeper(one, begin)[1])]
+    fresh = [one for one in living if one.born >= begin and scene.labels[one.index].category != "activations"]
+    new = partnered(fresh, requested, map(requested, old))
+    if len(new) < _PARTS or 2 * size_of(new) < size_of(old) or size_of(new) < scene.part_of_peak(4):
+        return
+    yield Cause(
+        "rebuilt_beside",
+        f"`{point.statement.strip()}` (line {point.line}) makes all of a new `{name}` while the old one is there still: "
+        f"{human(size_of(old))} and {human(size_of(new))}.",
+        f"Put each part in the old one's place (`{name}[i] = ...`, one after the other): one at a time is there twice, about "
+        f"{human(size_of(new) - max(one.size for one in new))} less here.",
+        size_of(new),
     )
 
 

@@ -122,7 +122,9 @@ def joined_gradients(scene: Scene) -> Iterator[Cause]:
         sizes = {each.requested for each in before}
         if any(bytes_of(shape, dtype) not in sizes for shape, dtype in birth.inputs):
             continue
-        if not scene.program.matches_any(_GRADIENTS) or (birth.place is not None and _WEIGHTS.search(birth.place.expression)):
+        if not scene.program.matches_any(_GRADIENTS) or (
+            birth.place is not None and _WEIGHTS.search(birth.place.expression)
+        ):
             continue
         alike = Alike(birth.shape or (), 1, joined, birth, born)
         name = name_given(statement_of(scene, alike))

@@ -118,11 +118,12 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
         several = len({one.address for one in spot.held}) >= _PARTS
         named = rf"\b{re.escape(spot.place)}\b"
         taken = rf"{named}\s*\[[^\n\]]*[:a-z]|\bin\b[^:\n]*{named}[^:\n]*:"
+        sliced = re.search(rf"{named}\s*\[[^\n\],]*:[^\n\]]*\]", scene.typed) is not None
         if spot.size < max(WORTH, scene.part_of_peak(2)) or not scene.loops:
             continue
-        if not is_dataset and not (several and re.search(taken, scene.typed)):
+        if not is_dataset and not (several and re.search(taken, scene.typed)) and not sliced:
             continue
-        what = "The whole dataset lies" if is_dataset else "All batches lie"
+        what = "The whole dataset lies" if is_dataset or not several else "All batches lie"
         yield Cause(
             "data_ready",
             f"{what} on the device: {quoted(spot.place)} takes {human(spot.size)} of {human(scene.report.peak.allocated)}.",

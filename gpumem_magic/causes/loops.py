@@ -223,6 +223,42 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             return
 
 
+def given_back_by_the_error(scene: Scene) -> Iterator[Cause]:
+    """What each iteration left behind until a request failed, and the error let go of on its way out, as an `ExitStack` does that
+    is open around the loop."""
+    error = scene.report.error
+    if error is None or not error.wanted:
+        return
+    for iterations in map(scene.finished, scene.loops):
+        if len(iterations) <= _EQUAL:
+            continue
+        begin, over = iterations[0].end, iterations[-1].end
+        held = [
+            one
+            for one in scene.living_in(scene.moment, "inputs", "temporaries", "other", "unknown")
+            if begin <= one.born < over and one.freed is not None and one.freed >= scene.moment
+        ]
+        of_turns = [[one for one in held if turn.start <= one.born < turn.end] for turn in iterations[1:]]
+        sizes = [size_of(its) for its in of_turns]
+        if min(sizes) < LEAST or max(sizes) > 1.5 * min(sizes):
+            continue
+        largest = max(held, key=lambda one: one.size)
+        birth = scene.tensors.birth_of(largest) if scene.tensors is not None else None
+        name, own_file = name_given(birth.place.text) if birth and birth.place else "", scene.recording.own_file
+        put = scene.program.putting(name, birth.place, own_file) if birth and birth.place else None
+        what = f"made by {made_at(scene, largest)}"
+        if put is not None:
+            what = f"it is put into `{put[0]}` at {put[1].words} (`{put[1].shown}`)"
+        yield Cause(
+            "growth",
+            f"Each iteration leaves {human(sizes[-1])} more allocated than the previous one{scene.how_many(iterations)}: {what}, "
+            f"and only the error let go of it: {human(size_of(held))}.",
+            "Let go of it in each turn, or keep there only what is used later, on the host (`.detach().cpu()`).",
+            size_of(held),
+        )
+        return
+
+
 def _first(point: Checkpoint) -> str:
     return point.statement.strip().partition("\n")[0]
 

@@ -32,6 +32,7 @@ _ROWS = frozenset({"index", "index_select", "embedding"})
 _FEW = 4
 _FULL_SPECTRUM = re.compile(r"\bfft\.(fft[2n]?)\(")
 _THE_SAME = re.compile(r"stack\(\s*\[(\w+)\]\s*\*\s*(\w+)\s*\)$")
+_PADDED = re.compile(r"\bpad_sequence\(\s*(\w+)\b")
 _SUMS = re.compile(r"\bsum\((?!.*dtype)")
 # (Others sort inside: a quantile.)
 _SORTS = re.compile(r"sort\(")
@@ -137,7 +138,53 @@ def _unit_matrix(scene: Scene, alike: Alike, _: bool) -> Cause | None:
     )
 
 
-def _spectrum(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+def _windows(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    """`torch.stft`: each number is in several windows (`hop_length` is a quarter of `n_fft` where none is given)."""
+    births = scene.recording.logs[scene.device].births.items()
+    begin = scene.start_of_row(alike.event)
+    its = [(event, one) for event, one in births if one.operator == "stft" and begin <= event <= alike.event]
+    signal = next((one.shape or () for _, one in its if "pad" in one.kernel), ())
+    frames, width = next((one.shape[-2:] for _, one in its if one.kernel == "mul" and one.shape), (0, 0))
+    if not signal or frames < _FEW or not width:
+        return None
+    hop = (signal[-1] - width) // (frames - 1)
+    usual = width // _FEW
+    if hop >= usual:
+        return None
+    living = {event: size for event, size, _ in births_alive(scene)}
+    size = sum(living.get(event, 0) for event, one in its if one.shape and frames in one.shape)
+    return Cause(
+        "many_windows",
+        f"{made_by(scene, alike)} cuts {signal[-1]:,} numbers into {frames:,} windows of {width:,}, one every {hop}, and each "
+        f"is in {width // max(1, hop)} of them: {human(size)}.",
+        f"`hop_length={usual}`, a quarter of the window as is usual, makes {usual // max(1, hop)} times fewer.",
+        size,
+    )
+
+
+def _padded(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    """`pad_sequence` of sequences that are in a list still, of which one is far longer than the others."""
+    place, (rows, longest, *_rest) = alike.birth.place, (*alike.shape, 0, 0)
+    words = place.expression or place.text if place is not None else ""
+    first = _PADDED.search(words)
+    if first is None or alike.birth.operator not in ("pad_sequence", "full"):
+        return None
+    known = re.compile(rf"{re.escape(first[1])}\[\d+\]$")
+    its = [one.shape[0] for one in scene.held if one.shape and known.match(one.place)]
+    if len(its) not in (rows, longest) or max(its) not in (rows, longest) or _FEW * sum(its) > 3 * len(its) * max(its):
+        return None
+    return Cause(
+        "padded_sequences",
+        f"{made_by(scene, alike)} pads {len(its):,} sequences of {sum(its) // len(its):,} rows on average to the longest one's "
+        f"{max(its):,}: {human(alike.bytes)}, of which {human(alike.bytes * sum(its) // (len(its) * max(its)))} are no padding.",
+        "Some of them at a time, of similar length, need less; so does a limit to their length.",
+        alike.bytes,
+    )
+
+
+def _spectrum(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
+    if alike.birth.operator == "stft":
+        return _windows(scene, alike, inside)
     birth, place = alike.birth, alike.birth.place
     written = _FULL_SPECTRUM.search(place.expression) if place is not None else None
     # (Which real numbers are made complex first, or by the same kernel.)
@@ -213,6 +260,8 @@ _KINDS = {
     "count_nonzero": _summed,
     "isin": _compared,
     "eye": _unit_matrix,
+    "full": _padded,
+    "mul": _windows,
     "_fft_c2c": _spectrum,
     "_fft_r2c": _spectrum,
     "block_diag": _blocks,

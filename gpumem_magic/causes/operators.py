@@ -25,6 +25,7 @@ from gpumem_magic.causes.alike import (
 )
 from gpumem_magic.causes.libraries import widening
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.one_hot import is_one_hot, multiplied, one_hot
 from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.causes.written import Written, name_given
@@ -65,18 +66,18 @@ _LOSS_IN_PARTS = (
     "part's are there at once"
 )
 _LOG_OF_SOFTMAX = re.compile(r"\blog\(.*softmax\(|softmax\(.*\.log\(\)$")
-_LOSSES = re.compile(r"entropy|\bloss|dice|target|label", re.I)
+_HESSIAN = re.compile(r"\bhessian\(")
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"
 
 
 def grown_results(scene: Scene) -> Iterator[Cause]:
     """A broadcast, all pairs, a copy of an expanded tensor, one-hot numbers; of each place the largest."""
     told: set[object] = set()
-    for alikes in alive_in_shapes(scene, lambda birth: birth.kernel == "cat" or _is_grown(birth) or _is_one_hot(birth)):
+    for alikes in alive_in_shapes(scene, lambda birth: birth.kernel == "cat" or _is_grown(birth) or is_one_hot(birth)):
         alikes = [
-            one for one in (_of_grown(scene, each) for each in alikes) if _is_grown(one.birth) or _is_one_hot(one.birth)
+            one for one in (_of_grown(scene, each) for each in alikes) if _is_grown(one.birth) or is_one_hot(one.birth)
         ]
-        kinds = ((kind, one) for kind in (_one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes)
+        kinds = ((kind, one) for kind in (one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes)
         for kind, alike in kinds:
             cause = kind(scene, alike)
             if cause is not None and (alike.birth.place or alike.event) not in told:
@@ -422,50 +423,6 @@ def _calls_with(scene: Scene, alike: Alike, called: Sequence[str]) -> list[Writt
     return [call for each in called for call in scene.program.calls(each) if taken.search(call.statement)]
 
 
-def _is_one_hot(birth: Birth) -> bool:
-    """One-hot numbers, or a copy of them as another type."""
-    words = f"{birth.operator} {birth.place.expression if birth.place is not None else ''} {birth.kernel}"
-    return "one_hot" in words and (birth.dtype == "int64" or birth.kernel == "_to_copy")
-
-
-def _one_hot(scene: Scene, alike: Alike) -> Cause | None:
-    birth = alike.birth
-    size = bytes_of(alike.shape, birth.dtype)
-    if not _is_one_hot(birth) or size < scene.part_of_peak(10):
-        return None
-    bytes_each = size // max(1, prod(alike.shape))
-    instead = "`F.cross_entropy` takes the class numbers as they are"
-    if not scene.program.matches_any(_LOSSES):
-        instead = "Indexing by the numbers (`x[index]`, `index_add_`) picks and puts rows without it"
-    if multiplied := _multiplied(scene, alike):
-        instead = f"{multiplied} picks rows of the weights: `F.embedding(numbers, weight.t())` (an `nn.Embedding`) looks them up"
-    if birth.dtype == "int64":
-        return Cause(
-            "one_hot",
-            f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of int64, 8 bytes for each class: {size_words(alike)}.",
-            f"{instead}; where one-hot is needed, build it as bool or uint8 "
-            "(`torch.zeros(n, classes, dtype=torch.bool).scatter_`), or for a part at a time.",
-            alike.bytes,
-        )
-    return Cause(
-        "one_hot",
-        f"{made_by(scene, alike)} makes {shape_words(alike.shape)} of {birth.dtype}, {bytes_each} bytes for each class, "
-        f"and of int64 on the way, 8 bytes: {human(size)}.",
-        f"{instead}, and `gather` picks the right classes' numbers without it." if not multiplied else f"{instead}.",
-        size,
-    )
-
-
-def _multiplied(scene: Scene, alike: Alike) -> str:
-    """The product with weights that takes all rows of it, or whose request failed; "" where none does."""
-    rows = prod(alike.shape[:-1]), alike.shape[-1]
-    for event, birth in scene.births:
-        taken = event >= alike.event and birth.kernel in ("mm", "addmm") and not birth.node
-        if taken and any(shape == rows for shape, _ in birth.inputs):
-            return of_birth(scene, event, birth)
-    return ""
-
-
 def _other(scene: Scene, alike: Alike) -> Cause | None:
     """What other operator makes much of little: no fault, and often the reason."""
     birth = alike.birth
@@ -487,17 +444,19 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         # (`torch.linalg.svd` makes all of U unless it is told not to.)
         few = (*alike.shape[:-1], min(birth.inputs[0][0][-2:]))
         remedy = f"`full_matrices=False` makes {shape_words(few)} of it."
-    elif birth.kernel == "diag_embed" and (multiplied := taken_in_by(scene, alike, PRODUCTS.__contains__)):
+    elif birth.kernel == "diag_embed" and (product := taken_in_by(scene, alike, PRODUCTS.__contains__)):
         highest, _ = scene.highest_without(_born_there(scene, alike))
         remedy = (
-            f"{multiplied} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
+            f"{product} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
             f"about {human(highest)}."
         )
-    elif birth.kernel == "cat" and (linear := _multiplied(scene, alike)):
+    elif birth.kernel == "cat" and (linear := multiplied(scene, alike)):
         remedy = (
             f"{linear} is a linear layer: apply its weight's parts to the parts before they are paired, and add the results by "
             "broadcasting; or work on some of the rows at a time."
         )
+    elif birth.place is not None and _HESSIAN.search(birth.place.expression):
+        remedy = "`torch.autograd.functional.vhp` (or `hvp`) gives its product with a vector, and makes no matrix."
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):

@@ -9,12 +9,12 @@ from math import prod
 
 import torch
 
-from gpumem_magic.causes.alike import Alike, made_by, numbers_alive, size_words, squeezed, taken_in_by
-from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.alike import Alike, bytes_of, made_by, numbers_alive, size_words, squeezed, taken_in_by
+from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import parsed, parsed_expression
 from gpumem_magic.owners.model import Held
-from gpumem_magic.recording.model import BACKWARD
+from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, human, shape_words
 
@@ -33,6 +33,7 @@ _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
 _FACTORS = re.compile(r"cholesky|^_?linalg_(?:eigh?|svd|lu|ldl|qr|inv|solve|slogdet|det)|geqrf|^inverse|logdet|lstsq")
 # (Over the last dimension: its own choice is the second.)
 _COSINES = re.compile(r"cosine_similarity\(.*(?:dim\s*=\s*)?(?:-1|2)\s*\)$")
+_TRANSPOSED = re.compile(r"\.(?:[tT]\(\)|m?[TH]|transpose\((?:0, 1|1, 0|-1, -2|-2, -1)\))$")
 _EINSUM = re.compile(r"(?:torch\.)?einsum\(")
 _MEANT = re.compile(r"\bNone\b|unsqueeze|\[\s*:\s*,")
 _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
@@ -58,8 +59,8 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     same = squeezed(first) == squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
         return Cause("broadcast", told, _squeeze(first, second, operands(expression)), alike.bytes)
-    if alike.bytes < max(_MEANT_FROM, scene.part_of_peak(_SHARE)):
-        # Meant, and one thing among others.
+    if alike.bytes < max(_MEANT_FROM, scene.part_of_peak(_SHARE)) or bytes_of(alike.shape, birth.dtype) < LEAST:
+        # Meant, and one thing among others; or the many small ones of a loop's steps.
         return None
     return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes)
 
@@ -92,7 +93,7 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
         return f"`{one} @ {other}.T` makes the cosines of all pairs without it; or {rows}."
     if birth.kernel == "mul" and shapes[0][-1] == shapes[1][-1] > 1 and _is_summed(scene, alike):
         return f"{_product(shapes, operands(expression))} multiplies and sums without storing them; or {rows}."
-    if _EINSUM.match(expression) and expression.count(",") > _PAIR:
+    if _is_on_the_way(scene, alike, expression):
         # (`einsum` of ATen/native/Linear.cpp, PyTorch 2.13, where no path is given: opt_einsum is not there, or not used.)
         return (
             "`torch.einsum` takes its operands from the left: in another order, with those first that share their letters, it "
@@ -115,7 +116,23 @@ def _product(shapes: Sequence[tuple[int, ...]], operands: Sequence[str]) -> str:
 def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
     """A graph keeps each part for its backward."""
     trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
+    if scene.report.error is not None:
+        trains = trains or scene.program.goes_on_backward(scene.left.way)
     return f"work on some of the rows at a time{', each part with a backward of its own' if trains else ''}"
+
+
+def _is_on_the_way(scene: Scene, alike: Alike, expression: str) -> bool:
+    """Whether an `einsum` of three operands or more makes it, and in the end something smaller."""
+    node = _tree(expression) if _EINSUM.match(expression) else None
+    if not isinstance(node, ast.Call) or len(node.args) <= 1 + _PAIR:
+        return False
+    place, row = alike.birth.place, scene.start_of_row(alike.event)
+    made = [
+        birth.shape or ()
+        for event, birth in scene.births
+        if event >= alike.event and birth.place == place and not birth.node and scene.start_of_row(event) == row
+    ]
+    return prod(made[-1] if made else ()) < prod(alike.shape)
 
 
 def _is_summed(scene: Scene, alike: Alike) -> bool:
@@ -218,7 +235,17 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         )
     rows = _rows_at_a_time(scene, alike)
     remedy = f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its `topk`, its sum)."
-    if factored := taken_in_by(scene, alike, _FACTORS.search):
+    if few := _rank_of_features(birth):
+        name = _TRANSPOSED.sub("", operands(birth.place.expression)[0]) if birth.place is not None else "x"
+        remedy = (
+            f"Of {few:,} rows, no more of it than `{name} @ {name}.T` {shape_words((few, few))} has, whose eigenvalues are the "
+            f"same but for zeros; `torch.pca_lowrank({name})` gives the first directions without either."
+        )
+    elif any(scene.start_of(one) < alike.event <= scene.end_of(one) for one in scene.spans(OPTIMIZER)):
+        remedy = (
+            "In an optimizer, leave out sides of a weight that are this long, or keep the diagonal alone of theirs."
+        )
+    elif factored := taken_in_by(scene, alike, _FACTORS.search):
         remedy = (
             f"{factored} needs all of it at once: fewer rows (some of the points, chosen or drawn) make it smaller."
         )
@@ -231,6 +258,15 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         remedy,
         alike.bytes,
     )
+
+
+def _rank_of_features(birth: Birth) -> int:
+    """How many rows ``x.T @ x`` sums over, where they are far fewer than the features of which it makes all pairs; else 0."""
+    names = operands(birth.place.expression) if birth.place is not None else []
+    (features, *rest), _ = birth.inputs[0] if birth.inputs else ((0,), "")
+    if len(names) != _PAIR or len(rest) != 1 or _LOW * rest[0] > features:
+        return 0
+    return rest[0] if _TRANSPOSED.search(names[0]) and _TRANSPOSED.sub("", names[0]) == names[1] else 0
 
 
 def _rank_of_weights(scene: Scene, birth: Birth) -> int:
@@ -276,10 +312,7 @@ def is_repeated(scene: Scene, alike: Alike) -> bool:
 
 def operands(expression: str) -> list[str]:
     """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
-    try:
-        node = parsed_expression(expression)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return []
+    node = _tree(expression)
     found: list[ast.expr] = []
     if isinstance(node, ast.BinOp):
         found = [node.left, node.right]
@@ -291,3 +324,10 @@ def operands(expression: str) -> list[str]:
         found = [*(one for one in of if ast.unparse(one).rpartition(".")[2] not in modules), *node.args][:2]
     words = [ast.unparse(one) for one in found]
     return words if len(words) == 2 and max(map(len, words)) <= _MOST_NAMES else []
+
+
+def _tree(expression: str) -> ast.expr | None:
+    try:
+        return parsed_expression(expression)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None

@@ -156,11 +156,13 @@ class ProgramText:
                         return method.name
         return ""
 
-    def putting(self, name: str, place: CodePlace) -> tuple[str, Written] | None:
-        """What a function puts a variable of its own into, alone or in another object (``steps.append(Step(logits))``), and
-        where; None where it puts it nowhere, or into several. place: of the line that gave it its value."""
-        one = self.text_of(place.own_file, "")
+    def putting(self, name: str, place: CodePlace, own_file: str = "") -> tuple[str, Written] | None:
+        """What a function, or a cell, puts a variable of its own into, alone or in another object (as ``steps.append(Step(x))``
+        does), and where; None where it puts it nowhere, or into several. place: of the line that gave it its value."""
+        one = self.text_of(place.own_file, own_file)
         function = one.function_at(place.own_line, place.own_function) if one is not None else None
+        if one is not None and not one.nodes_around(place.own_line, FUNCTIONS):
+            function = one.tree
         found: dict[str, Written] = {}
         if one is None or function is None or not name:
             return None

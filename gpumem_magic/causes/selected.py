@@ -1,4 +1,4 @@
-"""Rows that were picked out of data on the device, which stays there beside its copy."""
+"""Data on the device that stays there beside its copy: rows that were picked out of it, or all of it in another type or order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Iterator
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.pairs import COPIES
 from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.written import name_given
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -23,6 +25,7 @@ _IN_ITS_PLACE = re.compile(r"(\w+) = \1\[")
 def copied_rows(scene: Scene) -> Iterator[Cause]:
     """``X_train = X[perm[:n]]``, of which the cell then takes a batch at a time; or ``X = X[perm]``."""
     yield from _shuffled(scene)
+    yield from _converted(scene)
     for source in scene.held:
         made = scene.alive.get(source.address)
         if source.kind != "tensor" or not source.place.isidentifier() or made is None or made.born >= scene.moment:
@@ -42,6 +45,43 @@ def copied_rows(scene: Scene) -> Iterator[Cause]:
             f"Pick each batch's rows out of {quoted(source.place)} by their numbers (`{source.place}[numbers[i:j]]`): with a "
             f"small batch the peak would be about {human(highest)}.",
             size_of(copies),
+            describes=True,
+        )
+        return
+
+
+def _converted(scene: Scene) -> Iterator[Cause]:
+    """``images = raw.permute(0, 3, 1, 2).contiguous()``, ``targets = labels.long()``, of which the cell takes parts."""
+    births = scene.recording.logs[scene.device].births
+    data = [one for one in scene.held if one.kind == "tensor" and one.place.isidentifier() and one.shape]
+    for one in scene.timeline.live_at(scene.moment):
+        birth = births.get(one.born)
+        if birth is None or birth.node or birth.kernel not in COPIES or one.size < scene.part_of_peak(_PARTS):
+            continue
+        shape, dtype = birth.inputs[0] if birth.inputs else ((), "")
+        name = name_given(scene.tensors.facts(one).statement) if scene.tensors is not None else ""
+        read = birth.place.expression if birth.place is not None else ""
+        source = next(
+            (
+                each
+                for each in data
+                if sorted(each.shape) == sorted(shape)
+                and each.dtype == dtype
+                and re.match(rf"{each.place}\b", read)
+                and each.place != name
+            ),
+            None,
+        )
+        taken = rf"\b{name}\s*\[[^\]]*[:a-z]|\b{name}\.(?:split|chunk)\(|\bin {name}\b"
+        if source is None or not name or one.size < WORTH or not re.search(taken, scene.typed):
+            continue
+        highest, _ = scene.highest_without([one])
+        yield Cause(
+            "copied_rows",
+            f"{made_at(scene, one)} copies all of {quoted(source.place)}, which stays beside {quoted(name)}: "
+            f"{human(source.size)} and {human(one.size)}.",
+            f"Do so with each batch where it is taken, and the peak would be about {human(highest)} with small ones.",
+            one.size,
             describes=True,
         )
         return

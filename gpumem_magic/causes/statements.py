@@ -14,6 +14,8 @@ ADDING = frozenset(
     {
         "append",
         "appendleft",
+        # (`contextlib.ExitStack`: https://docs.python.org/3/library/contextlib.html)
+        "callback",
         "add",
         "extend",
         "insert",
@@ -83,7 +85,8 @@ def each_target(target: ast.expr) -> Iterator[ast.expr]:
 
 def going_in(value: ast.expr) -> set[str]:
     """The variables in an expression, but for those of which it takes what has no graph (``h.detach()``, ``loss.item()``)."""
-    without = {id(part.value) for part in ast.walk(value) if isinstance(part, ast.Attribute) and part.attr in _NO_GRAPH}
+    taken = (part.value for part in ast.walk(value) if isinstance(part, ast.Attribute) and part.attr in _NO_GRAPH)
+    without = {id(part) for one in taken for part in ast.walk(one)}
     return {part.id for part in ast.walk(value) if isinstance(part, ast.Name) and id(part) not in without}
 
 

@@ -1,4 +1,4 @@
-"""One weight that is nearly all of a model: that of a linear layer behind a flattened image."""
+"""One weight that is nearly all of a model: that of a linear layer behind a flattened image, or of a bilinear one."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from gpumem_magic.units import human, shape_words
 
 # Of all of a model's, in per cent; and with what trains it, one part in so many of the peak.
 _NEARLY_ALL, _SHARE = 75, 3
-_LINEAR = "torch.nn.modules.linear.Linear"
-_MATRIX = 2
+_LINEAR, _BILINEAR = "torch.nn.modules.linear.Linear", "torch.nn.modules.linear.Bilinear"
 # A batch, its channels, rows and columns.
 _IMAGES = 4
 _WITH_IT = {"gradients": "gradient", "optimizer_state": "states"}
@@ -24,18 +23,20 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
     """It, its gradient and an optimizer's states."""
     weights = [one for one in scene.held if one.kind == "parameter"]
     largest = max(weights, key=lambda one: one.size, default=None)
-    if largest is None or len(largest.shape) != _MATRIX or not _is_linear(largest):
+    if largest is None or not (_is_of(largest, _LINEAR) or _is_of(largest, _BILINEAR)):
         return
     model = module_of(largest)
     its = [one for one in weights if module_of(one) == model]
-    out, width = largest.shape
+    out, *given = largest.shape
+    width = prod(given)
     living = [one for one in scene.timeline.live_at(scene.moment) if one.requested == largest.requested]
     there = [one for one in living if scene.labels[one.index].category in OF_A_MODEL]
     # (Another layer's of the same size.)
     alone = sum(one.requested == largest.requested for one in weights) == 1
     if not alone or 100 * largest.size < _NEARLY_ALL * size_of(its) or width < out or len(its) == 1:
         return
-    if _SHARE * size_of(there) < scene.report.peak.allocated or not _is_a_flattened_image(scene, width):
+    pairs = _is_of(largest, _BILINEAR)
+    if _SHARE * size_of(there) < scene.report.peak.allocated or not (pairs or _is_a_flattened_image(scene, width)):
         return
     kinds = {scene.labels[one.index].category for one in there}
     with_it = [words for category, words in _WITH_IT.items() if category in kinds]
@@ -44,7 +45,11 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
         "one_weight",
         f"One weight is {100 * largest.size // size_of(its)} % of {quoted(model)}: {quoted(largest.place)}, "
         f"{shape_words(largest.shape)}, is {human(largest.size)}{beside}.",
-        f"It multiplies {width:,} numbers: pooling, a convolution with a stride or a smaller image before it leave fewer.",
+        f"A bilinear layer has a number for each pair of its inputs' {given[0]:,} and {given[-1]:,} and each of {out:,} results: "
+        "linear layers that make both narrower before it, or that make both as wide as the result and multiply them, take far "
+        "less."
+        if pairs
+        else f"It multiplies {width:,} numbers: pooling, a convolution with a stride or a smaller image before it leave fewer.",
         size_of(there),
         describes=True,
     )
@@ -56,5 +61,5 @@ def _is_a_flattened_image(scene: Scene, width: int) -> bool:
     return any(shape is not None and len(shape) >= _IMAGES and prod(shape[1:]) == width for shape in shapes)
 
 
-def _is_linear(one: Held) -> bool:
-    return any(_LINEAR in station.bases for station in one.trail)
+def _is_of(one: Held, kind: str) -> bool:
+    return any(kind in station.bases for station in one.trail)

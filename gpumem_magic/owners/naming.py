@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gpumem_magic.looks import arrays, tensors
-from gpumem_magic.looks.code import is_generated_file
+from gpumem_magic.looks.code import OWN, is_generated_file, whose
 from gpumem_magic.looks.objects import (
     arguments_of,
     attribute,
@@ -52,6 +52,8 @@ _STATE = 20
 _SECOND = 50
 # An object is rather reached by its own name than by that of one of its methods.
 _METHOD = 20
+# What the program calls its own is rather reached by that than by what a library's running function does.
+_NOT_OURS = 60
 # One of several alike is rather the model's than the variable's of a loop that went over them.
 _TURN = 60
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -410,6 +412,7 @@ def _best_paths(
         thing = walk.objects[number]
         more = _OPTIMIZER if tensors.is_optimizer(thing) else _STATE if number in states else 0
         more += _METHOD if is_a(thing, types.MethodType) else 0
+        more += _NOT_OURS if is_a(thing, types.FrameType) and whose(thing.f_code.co_filename) != OWN else 0
         more += _SECOND if number in second else 0
         for child in children.get(number, ()):
             if child not in parent:
