@@ -108,6 +108,7 @@ DETECTORS: tuple[Detector, ...] = (
     idle.retained_gradients,
     idle.alike_buffers,
     unused.unused_models,
+    unused.unused_of_several,
     unused.finished_models,
     unused.models_in_a_list,
     again.models_of_threads,
@@ -266,7 +267,7 @@ _COVERED_IF_AS_LARGE = {
     # (They are steps of it.)
     "float32_copy": ("written_out",),
     "grown_result": ("written_out", "copied_rows"),
-    "dominating_layer": ("grown_result",),
+    "dominating_layer": ("grown_result", "waiting_graphs"),
     # (Nobody keeps them but for that.)
     "attention_scores": ("asked_for",),
     # (Of a loss over all pairs.)

@@ -22,6 +22,7 @@ _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _READS_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|retain_grad")
 # ``self.k[:, t] = key``, ``self.k[:, t].copy_(key)``, ``self.k.index_copy_(2, t, key)``.
 _WRITTEN_TO = r"\.{name}(?:\[[^\n=]*\])?(?:\.\w+_\(|(?<=\])\s*[-+*/]?=(?!=))"
+_DRAWN = re.compile(r"\brand(?:n|int|perm)?(?:_like)?\(")
 # So many buffers of one name are one for each layer.
 _LAYERS = 3
 
@@ -203,6 +204,9 @@ def alike_buffers(scene: Scene) -> Iterator[Cause]:
         each = f" of {shape_words(birth.shape)} {birth.dtype}" if birth is not None and birth.shape is not None else ""
         registers = re.compile(rf"register_buffer\(\s*['\"]{re.escape(name)}['\"]")
         place = next((one for one in scene.program.calls("register_buffer") if registers.search(one.statement)), None)
+        if place is not None and _DRAWN.search(place.statement):
+            # (No two of them are alike.)
+            continue
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
         remedy = (
             f"Where they are alike, give all layers one and the same tensor ({human(its[0].size)}), or make it in `forward` for "

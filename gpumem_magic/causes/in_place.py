@@ -85,13 +85,15 @@ def rebuilt_beside(scene: Scene) -> Iterator[Cause]:
     """``cache = [f(part) for part in cache]``: all parts of the new one are made while the name has the old one's."""
     point = scene.tensors.statement_at(scene.moment - 1) if scene.tensors is not None else None
     name = name_given(point.statement) if point is not None else ""
-    if not name or point is None or scene.tensors is None:
+    trains = scene.report.error is not None and scene.program.goes_on_backward(scene.left.way)
+    if not name or point is None or scene.tensors is None or trains or scene.spans(BACKWARD):
+        # (A graph needs the old ones.)
         return
     begin = scene.start_of_row(scene.moment - 1)
     of_it = re.compile(rf"{re.escape(name)}[.\[]")
     living = scene.timeline.live_at(scene.moment)
     old = [one for one in living if one.born < begin and of_it.match(scene.tensors.keeper(one, begin)[1])]
-    fresh = [one for one in living if one.born >= begin and scene.labels[one.index].category != "activations"]
+    fresh = [one for one in living if one.born >= begin]
     new = partnered(fresh, requested, map(requested, old))
     if len(new) < _PARTS or 2 * size_of(new) < size_of(old) or size_of(new) < scene.part_of_peak(4):
         return

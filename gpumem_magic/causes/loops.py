@@ -232,13 +232,14 @@ def given_back_by_the_error(scene: Scene) -> Iterator[Cause]:
     for iterations in map(scene.finished, scene.loops):
         if len(iterations) <= _EQUAL:
             continue
-        begin, over = iterations[0].end, iterations[-1].end
+        # (What the last one made goes by the loop's own names still.)
+        turns = iterations[1:-1]
         held = [
             one
             for one in scene.living_in(scene.moment, "inputs", "temporaries", "other", "unknown")
-            if begin <= one.born < over and one.freed is not None and one.freed >= scene.moment
+            if turns[0].start <= one.born < turns[-1].end and one.freed is not None and one.freed >= scene.moment
         ]
-        of_turns = [[one for one in held if turn.start <= one.born < turn.end] for turn in iterations[1:]]
+        of_turns = [[one for one in held if turn.start <= one.born < turn.end] for turn in turns]
         sizes = [size_of(its) for its in of_turns]
         if min(sizes) < LEAST or max(sizes) > 1.5 * min(sizes):
             continue

@@ -13,8 +13,7 @@ from gpumem_magic.devices.base import Birth
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, shape_words
 
-_LOSSES = re.compile(r"entropy|\bloss|dice|target|label", re.I)
-_MATRIX = 2
+_LOSSES = re.compile(r"entropy|(?:\b|_)loss|dice|target|label", re.I)
 
 
 def is_one_hot(birth: Birth) -> bool:
@@ -64,7 +63,7 @@ def _instead(scene: Scene, alike: Alike) -> str:
         return (
             f"{product} picks rows of the weights: `F.embedding(numbers, weight.t())` (an `nn.Embedding`) looks them up"
         )
-    places = [alike.birth.place]
+    places, operators = [alike.birth.place], list[str]()
     for event, birth in _readers(scene, alike):
         if birth.kernel == "sum":
             counts = "`torch.bincount(numbers)`"
@@ -75,8 +74,10 @@ def _instead(scene: Scene, alike: Alike) -> str:
             adds = "`zeros.index_add_(0, numbers, rows)` does so without it"
             return f"{of_birth(scene, event, birth)} only puts or adds up rows: {adds}"
         places.append(birth.place)
+        operators.append(birth.operator)
     read = len(places) > 1
-    words = (f"{one.expression} {one.function} {one.own_function}" for one in places if one is not None)
+    words = [f"{one.expression} {one.function} {one.own_function}" for one in places if one is not None]
+    words += operators
     if not (_LOSSES.search(" ".join(words)) if read else scene.program.matches_any(_LOSSES)):
         return "Indexing by the numbers (`x[index]`, `index_add_`) picks and puts rows without it"
     return "`F.cross_entropy` takes the class numbers as they are"
@@ -84,9 +85,10 @@ def _instead(scene: Scene, alike: Alike) -> str:
 
 def _readers(scene: Scene, alike: Alike) -> Iterator[tuple[int, Birth]]:
     """What takes it in, as it is, in another type or turned over, but for a backward's."""
-    shapes = {alike.shape, (prod(alike.shape[:-1]), alike.shape[-1])}
-    shapes |= {shape[::-1] for shape in shapes if len(shape) == _MATRIX}
+    count, classes = prod(alike.shape), alike.shape[-1]
     for event, birth in scene.births:
         taken = event > alike.event and not birth.node and birth.kernel != "_to_copy"
-        if taken and any(shape in shapes for shape, _ in birth.inputs):
+        if taken and any(
+            prod(shape) == count and classes in (shape[0], shape[-1]) for shape, _ in birth.inputs if shape
+        ):
             yield event, birth

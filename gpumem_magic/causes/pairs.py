@@ -241,7 +241,7 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
             f"Of {few:,} rows, no more of it than `{name} @ {name}.T` {shape_words((few, few))} has, whose eigenvalues are the "
             f"same but for zeros; `torch.pca_lowrank({name})` gives the first directions without either."
         )
-    elif any(scene.start_of(one) < alike.event <= scene.end_of(one) for one in scene.spans(OPTIMIZER)):
+    elif any(scene.start_of(one) <= alike.event < scene.end_of(one) for one in scene.spans(OPTIMIZER)):
         remedy = (
             "In an optimizer, leave out sides of a weight that are this long, or keep the diagonal alone of theirs."
         )

@@ -79,6 +79,49 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def unused_of_several(scene: Scene) -> Iterator[Cause]:
+    """Models from before in a list or dictionary that the cell names, neither run nor trained while another is."""
+    steps = scene.spans(FORWARD, BACKWARD, OPTIMIZER)
+    if scene.report.error is not None or not scene.mentioned or not any(one.kind == OPTIMIZER for one in steps):
+        return
+    its: dict[str, dict[str, list[Held]]] = {}
+    known = set()
+    for one in scene.held:
+        model = next((each.place for each in one.trail if MODULE in each.bases), "")
+        known.add(model)
+        made = scene.alive.get(one.address)
+        if one.kind in _KINDS and made is not None and made.born < 0 and model.endswith("]"):
+            its.setdefault(model.rpartition("[")[0], {}).setdefault(model, []).append(one)
+    ran = {one.label for one in steps if one.kind == FORWARD}
+    if not ran <= known:
+        # (What ran by a name that leads to no model now may be one of them.)
+        return
+    for container, models in its.items():
+        idle = [
+            one
+            for model, held in models.items()
+            if model not in ran and all(each.kind in ("parameter", "buffer") for each in held)
+            for one in held
+            if (one.device, one.address) not in scene.holdings.optimized
+        ]
+        count = len({one.trail and next(each.place for each in one.trail if MODULE in each.bases) for one in idle})
+        if count < _SEVERAL or container.partition("[")[0] not in scene.mentioned:
+            continue
+        if size_of(idle) < scene.part_of_peak(4):
+            continue
+        made_at = scene.program.adding(container) if container.isidentifier() else None
+        at = f" ({made_at.words}, `{made_at.shown}`)" if made_at is not None else ""
+        yield Cause(
+            "unused_models",
+            f"{quoted(container)}{at} has {count} models on the device that this cell neither runs nor trains: "
+            f"{human(size_of(idle))}.",
+            "Put there what makes a model, and build the one that is asked for; or keep the others on the host (`.cpu()`).",
+            size_of(idle),
+            describes=True,
+        )
+        return
+
+
 def finished_models(scene: Scene) -> Iterator[Cause]:
     """Models that the cell has run for the last time before the statement at the peak, which works with others."""
     point = scene.tensors.statement_at(scene.moment - 1) if scene.tensors is not None else None

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.devices.base import Birth
+from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.owners.model import ON_CTX, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
@@ -56,6 +56,8 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
     least = _FORWARDS
     if len(its) < least:
         what, its, remedy, least = *_turns(scene, begin, end), _TURNS_AT_ONCE, _TURNS
+    if len(its) < least:
+        what, its = _turns_inside(scene, begin, end)
     sizes = sorted(map(size_of, its.values()))
     if len(sizes) < least or sum(sizes) < scene.part_of_peak(4):
         return
@@ -113,6 +115,28 @@ def _turns(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allo
         return "", {}
     where = listed([str(line) for line, _ in sorted(lines.most_common(2))])
     return f"turns of a loop (line{'s' * (len(lines) > 1)} {where})", dict(enumerate(made.values()))
+
+
+def _turns_inside(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allocation]]]:
+    """The same of a loop in a function, such as a solver's, whose turns all compute with the same module; its own statements that
+    keep most."""
+    made: dict[CodePlace, list[Allocation]] = defaultdict(list)
+    for one in scene.living_in(min(begin, scene.moment), "activations"):
+        birth = scene.tensors.birth_of(one) if scene.tensors is not None else None
+        goes = one.freed is not None and begin <= one.freed <= end
+        if goes and birth is not None and birth.place is not None and not birth.node:
+            made[birth.place].append(one)
+    place, its = max(made.items(), key=lambda pair: size_of(pair[1]), default=(None, []))
+    text = scene.program.text_of(place.own_file, scene.recording.own_file) if place is not None else None
+    if place is None or text is None or scene.tensors is None or len(its) < 2 * _TURNS:
+        return "", {}
+    # (A model's layers, one after the other, are its depth.)
+    modules = {scene.tensors.facts(one).module for one in its}
+    if 2 * size_of(its) < scene.report.peak.allocated or len(modules) > 1 or not text.loops_around(place.own_line)[1]:
+        return "", {}
+    return f"turns of a loop ({scene.tensors.facts(its[0]).inner or f'line {place.own_line}'})", {
+        number: [one] for number, one in enumerate(its)
+    }
 
 
 def unused_graphs(scene: Scene) -> Iterator[Cause]:

@@ -1,0 +1,295 @@
+"""What is done with a tensor says what would do without it; and what only looks like a waste is left alone."""
+
+from __future__ import annotations
+
+import pytest
+from causes_cells import names, notebook
+
+from gpumem_magic import Report
+
+
+def measured(*cells: str, device: str = "T4") -> Report:
+    with notebook(device) as book:
+        for cell in cells[:-1]:
+            book.cell(cell)
+        return book.measured(cells[-1])
+
+
+def told(report: Report, name: str) -> str:
+    """A cause's sentence and remedy."""
+    return next((f"{one.text} {one.remedy}" for one in report.causes if one.name == name), "")
+
+
+TRAINS = """
+model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(3)]).cuda()
+model(torch.ones(64, 1024, device="cuda")).sum().backward()
+"""
+ONE_HOT = "numbers = torch.zeros(4096, dtype=torch.long, device='cuda')\nrows = torch.ones(4096, 64, device='cuda')"
+SCAN = """
+layer = nn.Linear(64, 512).cuda()
+def loss_of(x):
+    a = layer(x)
+    return {pairs}.mean()
+x = torch.randn(64, 128, 64, device="cuda")
+"""
+SHAMPOO = """
+class Shampoo(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            left = p.grad @ p.grad.t()
+            p -= 0.1 * left @ p.grad
+table = nn.Embedding(8192, 64).cuda()
+opt = Shampoo(table.parameters(), {})
+table(torch.zeros(4, dtype=torch.long, device="cuda")).sum().backward()
+"""
+
+
+def test_weights_in_one_piece_are_neither_gradients_nor_a_batch() -> None:
+    joins = (
+        "flat = torch.cat([p.detach().flatten() for p in model.parameters()])\ntwice = flat * 2\nmore = twice * flat"
+    )
+    assert "joined_gradients" not in names(measured(f"{TRAINS}{joins}"))
+    gradients = "flat = torch.cat([p.grad.flatten() for p in model.parameters()])"
+    assert "joined_gradients" in names(measured(f"{TRAINS}{gradients}"))
+    large = TRAINS.replace("1024, 1024", "4096, 4096").replace("64, 1024", "64, 4096")
+    steps = f"{joins}\nfor _ in range(2):\n    model(torch.ones(64, 4096, device='cuda')).sum().backward()\n    y = twice * flat"
+    assert "whole_batch" not in names(measured(large, steps))
+
+
+@pytest.mark.parametrize(
+    ("use", "instead"),
+    [
+        ("counts = hot.sum(0)", "only counts, as `torch.bincount(numbers)` does"),
+        ("counts = hot.view(64, 64, 8192).sum(1)", "`scatter_add_` of ones into zeros of (64, 8192)"),
+        ("sums = hot.float().t() @ rows", "only puts or adds up rows: `zeros.index_add_(0, numbers, rows)` does so"),
+        (
+            "y = nn.functional.mse_loss(torch.ones(4096, 8192, device='cuda'), hot.float())",
+            "`F.cross_entropy` takes the class numbers",
+        ),
+    ],
+)
+def test_what_one_hot_numbers_are_for(use: str, instead: str) -> None:
+    said = told(measured(ONE_HOT, f"hot = nn.functional.one_hot(numbers, 8192)\n{use}"), "one_hot")
+    assert instead in said, said
+
+
+def test_the_small_pairs_of_many_steps_are_no_broadcast_to_mend() -> None:
+    step = "a = (a.unsqueeze(2) + t).logsumexp(1)"
+    before = "t = nn.Parameter(torch.zeros(40, 40, device='cuda'))\na = torch.zeros(32, 40, device='cuda')"
+    assert "all_pairs" not in names(measured(before, f"for _ in range(100):\n    {step}\na.sum().backward()"))
+    large = before.replace("40, 40", "1024, 1024").replace("32, 40", "32, 1024")
+    assert "all_pairs" in names(measured(large, f"for _ in range(3):\n    {step}\na.sum().backward()"))
+
+
+def test_a_part_of_the_rows_needs_its_own_backward_though_memory_ran_out_before_it() -> None:
+    pairs = SCAN.format(pairs="(a.unsqueeze(2) * a.unsqueeze(3)).exp()")
+    said = told(measured(pairs, "loss = loss_of(x)\nloss.backward()", device="virtual:4GiB"), "all_pairs")
+    assert "each part with a backward of its own" in said, said
+    assert "backward" not in told(measured(pairs, "loss = loss_of(x)", device="virtual:4GiB"), "all_pairs")
+
+
+def test_another_order_of_an_einsum_is_no_way_where_the_result_is_what_is_large() -> None:
+    products = "a, b = torch.ones(512, 1024, device='cuda'), torch.ones(512, 64, device='cuda')\nc = a * 2"
+    large = told(measured(products, "y = torch.einsum('ld,ln,ld->ldn', a, b, c)"), "all_pairs")
+    assert large, large
+    assert "in another order" not in large, large
+    small = told(measured(products, "y = torch.einsum('ld,ln,ld->n', a, b, c)"), "all_pairs")
+    assert "in another order" in small, small
+
+
+def test_a_covariance_of_few_rows_has_a_small_twin() -> None:
+    rows = "x = torch.ones(64, 16384, device='cuda')"
+    said = told(measured(rows, "c = x.t() @ x"), "all_pairs")
+    assert "`x @ x.T` (64, 64)" in said, said
+    assert "pca_lowrank(x)" in said, said
+    assert "pca_lowrank" not in told(measured("x = torch.ones(16384, 64, device='cuda')", "c = x @ x.t()"), "all_pairs")
+
+
+def test_an_optimizer_leaves_out_long_sides() -> None:
+    assert "leave out sides of a weight" in told(measured(SHAMPOO, "opt.step()"), "all_pairs")
+
+
+def test_a_hessian_has_its_product_with_a_vector() -> None:
+    before = "from torch.autograd.functional import hessian\nx = torch.ones(4096, device='cuda')"
+    said = told(measured(before, "H = hessian(lambda z: z.tanh().sum(), x, vectorize=True)"), "grown_result")
+    assert "vhp" in said, said
+
+
+SOUND = "wave = torch.ones(8, 480000, device='cuda')\nwindow = torch.ones(1024, device='cuda')"
+LAYERS = """
+from torch.utils.checkpoint import checkpoint
+class Few(nn.Module):
+    def __init__(self, n=1024):
+        super().__init__()
+        self.register_buffer("q", torch.randint(-8, 7, (n, n), dtype=torch.int8))
+        self.register_buffer("scale", torch.rand(n, 1))
+        self.bias = nn.Parameter(torch.zeros(n))
+    def base(self, x):
+        w = self.q.float() * self.scale
+        return nn.functional.linear(x, w)
+    def forward(self, x):
+        return BASE + self.bias
+model = nn.Sequential(*[Few() for _ in range(8)]).cuda()
+"""
+STEP = "model(torch.ones(8, 1024, device='cuda')).sum().backward()"
+PRUNES = "from torch.nn.utils import prune\nmodel = net(2048, 4)"
+CACHE = "cache = [torch.ones(1 << 20, device='cuda') for _ in range(16)]\nrows = torch.arange(1 << 20, device='cuda')"
+BATCHES = "for i in range(0, 4096, 256):\n    y = data[i:i + 256].mean()"
+
+
+def test_windows_of_a_spectrum_that_overlap_many_times() -> None:
+    said = told(measured(SOUND, "s = torch.stft(wave, 1024, 32, window=window, return_complex=True)"), "many_windows")
+    assert "one every 32" in said, said
+    assert "`hop_length=256`" in said, said
+    assert "8 times fewer" in said, said
+    usual = measured(SOUND, "s = torch.stft(wave, 1024, 256, window=window, return_complex=True)")
+    assert "many_windows" not in names(usual)
+
+
+def test_one_long_sequence_pads_all() -> None:
+    pads = "from torch.nn.utils.rnn import pad_sequence\nlengths = {lengths}\n"
+    pads += "its = [torch.ones(n, 64, device='cuda') for n in lengths]"
+    said = told(measured(pads.format(lengths="[20000] + [100] * 63"), "x = pad_sequence(its)"), "padded_sequences")
+    assert "pads 64 sequences of 410 rows on average to the longest one's 20,000" in said, said
+    alike = measured(pads.format(lengths="[900, 1000] * 32"), "x = pad_sequence(its, batch_first=True)")
+    assert "padded_sequences" not in names(alike)
+
+
+def test_weights_computed_of_what_layers_store() -> None:
+    keeps = told(measured(LAYERS.replace("BASE", "self.base(x)"), STEP), "recomputed_weights")
+    assert "`self.q.float() * self.scale`" in keeps, keeps
+    assert "torch.utils.checkpoint" in keeps, keeps
+    again = measured(LAYERS.replace("BASE", "checkpoint(self.base, x, use_reentrant=False)"), STEP)
+    assert "recomputed_weights" not in names(again)
+    # Nobody would have all layers use the same random numbers.
+    assert "alike_buffers" not in names(again)
+
+
+def test_pruned_weights_stay_as_they_were() -> None:
+    prunes = "for layer in model:\n    prune.l1_unstructured(layer[0], 'weight', amount=0.9)\n"
+    said = told(measured(PRUNES, f"{prunes}y = model(torch.ones(8, 2048, device='cuda'))"), "pruned_weights")
+    assert '`prune.remove(layer, "weight")`' in said, said
+    assert "(`weight_mask`)" in said, said
+    removes = f"{prunes}    prune.remove(layer[0], 'weight')\ny = model(torch.ones(8, 2048, device='cuda'))"
+    assert "pruned_weights" not in names(measured(PRUNES, removes))
+
+
+def test_a_list_that_is_made_anew_beside_the_old_one() -> None:
+    said = told(measured(CACHE, "cache = [one.index_select(0, rows) for one in cache]"), "rebuilt_beside")
+    assert "makes all of a new `cache`" in said, said
+    assert "`cache[i] = ...`" in said, said
+    part = "for i, one in enumerate(cache):\n    cache[i] = one.index_select(0, rows)"
+    assert "rebuilt_beside" not in names(measured(CACHE, part))
+
+
+@pytest.mark.parametrize(
+    ("makes", "copy"),
+    [
+        ("torch.zeros(4096, 64, 64, 16, dtype=torch.uint8, device='cuda')", "raw.permute(0, 3, 1, 2).contiguous()"),
+        ("torch.zeros(4096, 256, 64, dtype=torch.uint8, device='cuda')", "raw.long()"),
+    ],
+)
+def test_data_that_is_copied_whole_though_batches_are_taken(makes: str, copy: str) -> None:
+    whole = told(
+        measured(f"raw = {makes}", f"data = {copy}\n{BATCHES.replace('.mean', '.float().mean')}"), "copied_rows"
+    )
+    assert "copies all of `raw`, which stays beside `data`" in whole, whole
+    parts = BATCHES.replace("data[i:i + 256]", copy.replace("raw", "raw[i:i + 256]") + ".float()")
+    assert "copied_rows" not in names(measured(f"raw = {makes}", parts))
+
+
+def test_data_of_which_slices_are_taken_lies_ready() -> None:
+    data = "data = torch.ones(4096, 1 << 16, device='cuda')\nmodel = nn.Linear(1 << 16, 2).cuda()"
+    slices = "for i in range(0, 4096, 256):\n    y = model(data[i:i + 256])"
+    assert "`data` takes 1,024 MiB" in told(measured(data, slices), "data_ready")
+    assert "data_ready" not in names(measured(data, "for i in range(4):\n    y = model(data)"))
+
+
+def test_a_bilinear_layer_is_one_weight() -> None:
+    pair = "model = nn.ModuleDict({'a': nn.Linear(64, WIDE), 'f': nn.Bilinear(WIDE, WIDE, 64)}).cuda()\n"
+    use = "a = model['a'](torch.ones(8, 64, device='cuda'))\nmodel['f'](a, a).sum().backward()"
+    assert "for each pair of its inputs' 1,024 and 1,024" in told(
+        measured(pair.replace("WIDE", "1024"), use), "one_weight"
+    )
+
+
+def test_a_models_weights_are_not_called_as_an_optimizer_calls_them_inside() -> None:
+    trains = (
+        "def main():\n    model = nn.Linear(16384, 8192).cuda()\n    optimizer = torch.optim.Adam(model.parameters())\n"
+        "    model(torch.ones(1, 16384, device='cuda')).sum().backward()\n    optimizer.step()"
+    )
+    answer = measured(trains, "main()", device="virtual:2GiB").answer
+    assert "of `model`" in answer, answer
+    assert "_init_group" not in answer, answer
+    assert "`grads`" not in answer, answer
+
+
+def test_gradients_of_activations_that_outlive_their_backward_were_asked_for() -> None:
+    net = (
+        "taps = []\nlayers = nn.ModuleList(nn.Linear(512, 512) for _ in range(6)).cuda()\n"
+        "class Probe:\n    def __init__(self):\n        self.taps = []\nprobe = Probe()\n"
+        "def run(x):\n    probe.taps.clear()\n    for layer in layers:\n        x = layer(x).tanh()\n        KEEP\n"
+        "        probe.taps.append(x)\n    return x.mean()"
+    )
+    steps = "for _ in range(3):\n    run(torch.ones(8192, 512, device='cuda')).backward()"
+    said = told(measured(net.replace("KEEP", "x.retain_grad()"), steps), "retained_gradients")
+    assert "keeps the gradients of 5 activations" in said, said
+    assert "retained_gradients" not in names(measured(net.replace("KEEP", "pass"), steps))
+
+
+def test_what_an_exit_stack_keeps_until_the_error() -> None:
+    before = "from contextlib import ExitStack\ndef done(name, batch): pass"
+    loop = (
+        "for i in range(40):\n        batch = torch.ones(1 << 24, device='cuda')\n"
+        "        stack.callback(done, i, batch)\n        y = batch.sum().item()"
+    )
+    said = told(measured(before, f"with ExitStack() as stack:\n    {loop}", device="virtual:2GiB"), "growth")
+    assert "put into `stack` at line 5" in said, said
+    assert "only the error let go of it" in said, said
+    each = loop.replace("        batch =", "        with ExitStack() as stack:\n          batch =").replace(
+        "        stack.", "          stack."
+    )
+    assert "growth" not in names(measured(before, f"if True:\n    {each}", device="virtual:2GiB"))
+
+
+def test_a_cached_function_is_emptied_and_not_deleted() -> None:
+    cached = "from functools import lru_cache\n@lru_cache(maxsize=1)\ndef get(n): return net(n, 2)"
+    loop = "for n in (1024, 1536, 2048):\n    y = get(n)(torch.ones(8, n, device='cuda')).sum().item()"
+    said = told(measured(cached, loop), "built_beside")
+    assert "`get.cache_clear()` at the end of each turn" in said, said
+
+
+def test_models_of_a_registry_that_a_training_does_not_use() -> None:
+    makes = "MODELS = {n: net(n, 3) for n in (512, 768, 1024, 1280)}"
+    trains = (
+        "model = MODELS[512]\nopt = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n    opt.zero_grad()\n    model(torch.ones(8, 512, device='cuda')).sum().backward()\n    opt.step()"
+    )
+    said = told(measured(makes, trains), "unused_models")
+    assert "`MODELS`" in said, said
+    assert "3 models on the device that this cell neither runs nor trains" in said, said
+    every = trains.replace("model = MODELS[512]\n", "model = nn.ModuleList(MODELS.values())\n").replace(
+        "model(torch.ones(8, 512, device='cuda'))",
+        "sum(m(torch.ones(8, n, device='cuda')).sum() for n, m in MODELS.items())",
+    )
+    assert "unused_models" not in names(measured(makes, every))
+
+
+def test_turns_of_a_solver_inside_a_forward() -> None:
+    solver = (
+        "class Deq(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.cell = nn.Linear(512, 512)\n"
+        "    def forward(self, u):\n        z = torch.zeros_like(u)\n        for _ in range(40):\n"
+        "            z = torch.tanh(self.cell(z) + u)\n        return z.mean()\nmodel = Deq().cuda()"
+    )
+    run = "model(torch.ones(4096, 512, device='cuda')).backward()"
+    said = told(measured(solver, run), "waiting_graphs")
+    assert "40 turns of a loop" in said, said
+    assert "`with torch.no_grad():` keeps nothing" in said, said
+    deep = (
+        "class Deep(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))\n"
+        "    def forward(self, x):\n        for layer in self.layers:\n            x = layer(x)\n        return x.mean()\n"
+        "model = Deep().cuda()"
+    )
+    assert "waiting_graphs" not in names(measured(deep, run))
