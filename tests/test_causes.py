@@ -967,6 +967,40 @@ GUILTY += [
         "compares each of 4,194,304 numbers with each of 64",
     ),
     Case(
+        "rebuilt_beside",
+        (
+            "cache = [mib(8) for _ in range(16)]\nrows = torch.arange(2 << 20, device='cuda')",
+            "cache = [one.index_select(0, rows) for one in cache]",
+        ),
+        "makes all of a new `cache` while the old one is there still",
+    ),
+    Case(
+        "pruned_weights",
+        (
+            "from torch.nn.utils import prune\nmodel = net(2048, 4)",
+            "for layer in model:\n    prune.l1_unstructured(layer[0], 'weight', amount=0.9)\n"
+            "y = model(torch.ones(8, 2048, device='cuda'))",
+        ),
+        "the product of both (`weight`)",
+    ),
+    Case(
+        "many_windows",
+        (
+            "wave = torch.ones(8, 480000, device='cuda')\nwindow = torch.ones(1024, device='cuda')",
+            "s = torch.stft(wave, 1024, 32, window=window, return_complex=True)",
+        ),
+        "one every 32",
+    ),
+    Case(
+        "padded_sequences",
+        (
+            "from torch.nn.utils.rnn import pad_sequence\n"
+            "its = [torch.ones(n, 64, device='cuda') for n in [20000] + [100] * 63]",
+            "x = pad_sequence(its)",
+        ),
+        "to the longest one's 20,000",
+    ),
+    Case(
         "joined_gradients",
         (f"{TRAIN}model(x).sum().backward()", "every = torch.cat([p.grad.flatten() for p in model.parameters()])"),
         "copies all gradients into one piece",

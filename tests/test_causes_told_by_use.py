@@ -178,7 +178,7 @@ def test_pruned_weights_stay_as_they_were() -> None:
 def test_a_list_that_is_made_anew_beside_the_old_one() -> None:
     said = told(measured(CACHE, "cache = [one.index_select(0, rows) for one in cache]"), "rebuilt_beside")
     assert "makes all of a new `cache`" in said, said
-    assert "`cache[i] = ...`" in said, said
+    assert "`cache[i] = new`" in said, said
     part = "for i, one in enumerate(cache):\n    cache[i] = one.index_select(0, rows)"
     assert "rebuilt_beside" not in names(measured(CACHE, part))
 
@@ -293,3 +293,16 @@ def test_turns_of_a_solver_inside_a_forward() -> None:
         "model = Deep().cuda()"
     )
     assert "waiting_graphs" not in names(measured(deep, run))
+
+
+def test_what_a_loss_in_a_function_only_compares_with() -> None:
+    steps = (
+        "teacher, student = net(512, 6), net(512, 2)\n"
+        "def loss_of(x):\n    wanted = teacher(x)\n    return nn.functional.mse_loss(student(x), wanted)\n"
+        "opt = torch.optim.SGD([*teacher.parameters(), *student.parameters()], lr=0.1)"
+    )
+    run = "for _ in range(2):\n    opt.zero_grad()\n    loss_of(torch.ones(16384, 512, device='cuda')).backward()\n    opt.step()"
+    said = told(measured(steps, run), "target_graphs")
+    assert "`wanted = teacher(x)` (In [3], line 3)" in said, said
+    without = steps.replace("wanted = teacher(x)", "with torch.no_grad(): wanted = teacher(x)")
+    assert "target_graphs" not in names(measured(without, run))

@@ -165,8 +165,8 @@ def computed_weights(scene: Scene) -> Iterator[Cause]:
             "recomputed_weights",
             f"{made_at(scene, its[-1])} computes a layer's weight of what that stores ({human(size_of(its_own))} in all), and "
             f"{len(its)} of them are kept for backward: {human(size_of(its))}.",
-            "A method that makes the weight and multiplies with it, called by `torch.utils.checkpoint.checkpoint(..., "
-            "use_reentrant=False)`, makes it again in backward, and keeps none.",
+            "A method that makes the weight and multiplies with it, called by `torch.utils.checkpoint.checkpoint` "
+            "with `use_reentrant=False`, makes it again in backward, and keeps none.",
             size_of(its) - its[0].size,
         )
 

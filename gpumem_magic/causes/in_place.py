@@ -17,7 +17,7 @@ from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import parsed_expression
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
-from gpumem_magic.report.model import Cause
+from gpumem_magic.report.model import OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
@@ -92,7 +92,13 @@ def rebuilt_beside(scene: Scene) -> Iterator[Cause]:
     begin = scene.start_of_row(scene.moment - 1)
     of_it = re.compile(rf"{re.escape(name)}[.\[]")
     living = scene.timeline.live_at(scene.moment)
-    old = [one for one in living if one.born < begin and of_it.match(scene.tensors.keeper(one, begin)[1])]
+    old = [
+        one
+        for one in living
+        if one.born < begin
+        and scene.labels[one.index].category not in OF_A_MODEL
+        and of_it.match(scene.tensors.keeper(one, begin)[1])
+    ]
     fresh = [one for one in living if one.born >= begin]
     new = partnered(fresh, requested, map(requested, old))
     if len(new) < _PARTS or 2 * size_of(new) < size_of(old) or size_of(new) < scene.part_of_peak(4):
@@ -101,7 +107,7 @@ def rebuilt_beside(scene: Scene) -> Iterator[Cause]:
         "rebuilt_beside",
         f"`{point.statement.strip()}` (line {point.line}) makes all of a new `{name}` while the old one is there still: "
         f"{human(size_of(old))} and {human(size_of(new))}.",
-        f"Put each part in the old one's place (`{name}[i] = ...`, one after the other): one at a time is there twice, about "
+        f"In a loop that puts each part in the old one's place (`{name}[i] = new`), one at a time is there twice: about "
         f"{human(size_of(new) - max(one.size for one in new))} less here.",
         size_of(new),
     )

@@ -118,7 +118,7 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
         several = len({one.address for one in spot.held}) >= _PARTS
         named = rf"\b{re.escape(spot.place)}\b"
         taken = rf"{named}\s*\[[^\n\]]*[:a-z]|\bin\b[^:\n]*{named}[^:\n]*:"
-        sliced = re.search(rf"{named}\s*\[[^\n\],]*:[^\n\]]*\]", scene.typed) is not None
+        sliced = re.search(rf"{named}\s*\[[^\n\],\[]*:[^\n\]]*\]", scene.typed) is not None
         if spot.size < max(WORTH, scene.part_of_peak(2)) or not scene.loops:
             continue
         if not is_dataset and not (several and re.search(taken, scene.typed)) and not sliced:

@@ -93,7 +93,7 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
         return f"`{one} @ {other}.T` makes the cosines of all pairs without it; or {rows}."
     if birth.kernel == "mul" and shapes[0][-1] == shapes[1][-1] > 1 and _is_summed(scene, alike):
         return f"{_product(shapes, operands(expression))} multiplies and sums without storing them; or {rows}."
-    if _is_on_the_way(scene, alike, expression):
+    if _is_on_the_way(expression):
         # (`einsum` of ATen/native/Linear.cpp, PyTorch 2.13, where no path is given: opt_einsum is not there, or not used.)
         return (
             "`torch.einsum` takes its operands from the left: in another order, with those first that share their letters, it "
@@ -121,18 +121,14 @@ def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
     return f"work on some of the rows at a time{', each part with a backward of its own' if trains else ''}"
 
 
-def _is_on_the_way(scene: Scene, alike: Alike, expression: str) -> bool:
-    """Whether an `einsum` of three operands or more makes it, and in the end something smaller."""
+def _is_on_the_way(expression: str) -> bool:
+    """Whether it is an `einsum` of three operands or more that sums over something: its result is smaller than all pairs."""
     node = _tree(expression) if _EINSUM.match(expression) else None
     if not isinstance(node, ast.Call) or len(node.args) <= 1 + _PAIR:
         return False
-    place, row = alike.birth.place, scene.start_of_row(alike.event)
-    made = [
-        birth.shape or ()
-        for event, birth in scene.births
-        if event >= alike.event and birth.place == place and not birth.node and scene.start_of_row(event) == row
-    ]
-    return prod(made[-1] if made else ()) < prod(alike.shape)
+    letters = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
+    given, arrow, result = letters.partition("->") if isinstance(letters, str) else ("", "", "")
+    return not arrow or bool(set(filter(str.isalpha, given)) - set(result))
 
 
 def _is_summed(scene: Scene, alike: Alike) -> bool:

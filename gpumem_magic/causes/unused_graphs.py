@@ -10,7 +10,8 @@ from collections.abc import Iterator, Sequence
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.without_backward import graph_without_backward, may_train, without_a_graph
-from gpumem_magic.causes.written import Written
+from gpumem_magic.causes.written import Written, name_given
+from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Checkpoint
@@ -88,26 +89,54 @@ def target_graphs(scene: Scene) -> Iterator[Cause]:
     if backward is None or backward.failed or scene.tensors is None:
         return
     begin, end = scene.start_of(backward), scene.end_of(backward)
-    kept: dict[tuple[int, str], list[Allocation]] = defaultdict(list)
-    for one in scene.living_in(min(begin, scene.moment), "activations"):
-        row = scene.tensors.statement_at(one.born)
-        if row is not None and one.freed is not None and begin <= one.freed <= end:
-            kept[row.line, row.statement].append(one)
-    # (In a function of the program's own no rows tell which line made what.)
-    calls = [(called, one) for called in _COMPARING for one in scene.program.calls(called) if not one.where]
-    for (line, statement), its in kept.items():
-        written = Written("", line, statement)
-        name = written.shown.partition(" = ")[0].strip()
-        call = next((one for called, one in calls if name in _only_compared_with(one.statement, called)), None)
+    living = [
+        one
+        for one in scene.living_in(min(begin, scene.moment), "activations")
+        if one.freed is not None and begin <= one.freed <= end
+    ]
+    written: dict[Written, list[Allocation]] = defaultdict(list)
+    for one in living:
+        row, birth = scene.tensors.statement_at(one.born), scene.tensors.birth_of(one)
+        if row is not None:
+            written[Written("", row.line, row.statement)].append(one)
+        # (In a function of the program's own no rows tell which line made what.)
+        if birth is not None and birth.place is not None and (inside := _inside(scene, birth.place)) is not None:
+            written[inside].append(one)
+    calls = [(called, one) for called in _COMPARING for one in scene.program.calls(called)]
+    for line, its in written.items():
+        name = line.shown.partition(" = ")[0].strip()
+        call = next(
+            (
+                one
+                for called, one in calls
+                if name in _only_compared_with(one.statement, called) and _are_together(scene, line, one)
+            ),
+            None,
+        )
         if call is not None and size_of(its) >= scene.part_of_peak(_TARGETS):
             yield Cause(
                 "target_graphs",
-                f"`{written.shown}` ({written.words}) has a graph of its own, {human(size_of(its))} kept for backward, though "
+                f"`{line.shown}` ({line.words}) has a graph of its own, {human(size_of(its))} kept for backward, though "
                 f"`{call.shown}` ({call.words}) only compares with it.",
                 f"Unless something is to be learned through `{name}`, compute it inside `with torch.no_grad():`.",
                 size_of(its),
             )
             return
+
+
+def _inside(scene: Scene, place: CodePlace) -> Written | None:
+    """The line of a function of the program's, where it gives a name its value."""
+    text = scene.program.text_of(place.own_file, scene.recording.own_file)
+    if text is None or not name_given(place.text) or text.loops_around(place.own_line - text.ahead)[0] is None:
+        return None
+    return Written(text.where, place.own_line, place.text)
+
+
+def _are_together(scene: Scene, line: Written, call: Written) -> bool:
+    """Whether both are in the same function, or outside of all, of the same text."""
+    text = next((one for one in scene.program.texts if one.where == line.where), None)
+    functions = [text.loops_around(one.line - text.ahead)[0] for one in (line, call)] if text is not None else []
+    return line.where == call.where and functions[:1] == functions[1:]
 
 
 def _only_compared_with(statement: str, called: str) -> set[str]:
