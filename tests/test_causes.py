@@ -984,6 +984,21 @@ GUILTY += [
         "the product of both (`weight`)",
     ),
     Case(
+        "same_masks",
+        ("n = 1024", "mask = torch.full((4, 8, n, n), float('-inf'), device='cuda').triu(1)"),
+        "makes the same mask for each of 32",
+    ),
+    Case(
+        "long_tables",
+        (
+            "class Rotary(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        self.register_buffer('cos', torch.ones(100000, 64))\n"
+            "    def forward(self, x):\n        return x * self.cos[:x.shape[1]]\nrotary = Rotary().cuda()",
+            "y = rotary(torch.ones(2, 512, 64, device='cuda'))",
+        ),
+        "100,000 rows, of which the program takes the first ones",
+    ),
+    Case(
         "many_windows",
         (
             "wave = torch.ones(8, 480000, device='cuda')\nwindow = torch.ones(1024, device='cuda')",

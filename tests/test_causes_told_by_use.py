@@ -306,3 +306,54 @@ def test_what_a_loss_in_a_function_only_compares_with() -> None:
     assert "`wanted = teacher(x)` (In [3], line 3)" in said, said
     without = steps.replace("wanted = teacher(x)", "with torch.no_grad(): wanted = teacher(x)")
     assert "target_graphs" not in names(measured(without, run))
+
+
+def test_tables_that_are_longer_than_what_is_read() -> None:
+    rotary = (
+        "class Rotary(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.register_buffer('cos', torch.ones(100000, 64))\n"
+        "    def forward(self, x):\n        return x * self.cos[READ]\nrotary = Rotary().cuda()"
+    )
+    first = "y = rotary(torch.ones(2, 512, 64, device='cuda'))"
+    said = told(measured(rotary.replace("READ", ":x.shape[1]"), first), "long_tables")
+    assert "512 here" in said, said
+    assert "it would take 128.0 KiB" in said, said
+    # Any row may be read, or most of them are.
+    assert "long_tables" not in names(measured(rotary.replace("READ", "torch.randperm(512, device='cuda')"), first))
+    long = "y = rotary(torch.ones(2, 60000, 64, device='cuda'))"
+    assert "long_tables" not in names(measured(rotary.replace("READ", ":x.shape[1]"), long))
+
+
+def test_one_mask_for_all() -> None:
+    said = told(measured("n = 1024", "m = torch.ones(4, 8, n, n, device='cuda').tril()"), "same_masks")
+    assert "One of (1024, 1024), 4.0 MiB, is broadcast" in said, said
+    assert "same_masks" not in names(measured("n = 1024", "m = torch.ones(1, 1, n, n, device='cuda').tril()"))
+    scores = "s = torch.zeros(8, 1024, 64, device='cuda')"
+    assert "same_masks" not in names(measured(scores, "m = (s @ s.transpose(1, 2)).tril()"))
+
+
+def test_rows_of_a_table_for_every_pair_of_positions() -> None:
+    table = "emb = nn.Embedding(1024, 64).cuda()\nwhere = torch.arange(512, device='cuda')"
+    said = told(measured(table, "rel = emb(where[:, None] - where[None] + 512)"), "grown_result")
+    assert "looks up 64 numbers for each pair of 512 in 1,024 rows" in said, said
+    words = "emb = nn.Embedding(256, 64).cuda()\nids = torch.zeros(64, 512, dtype=torch.long, device='cuda')"
+    assert "grown_result" not in names(measured(words, "x = emb(ids)"))
+
+
+@pytest.mark.parametrize(
+    ("layers", "x", "told_of"),
+    [
+        (
+            "nn.Conv1d(8, 64, 3), nn.ReLU(), nn.Conv1d(64, 64, 3), nn.ReLU()",
+            "1, 8, 2000000",
+            "Signals of half the length take half",
+        ),
+        ("nn.Conv3d(1, 16, 3), nn.ReLU(), nn.Conv3d(16, 16, 3), nn.ReLU()", "2, 1, 160, 160, 160", "an eighth of that"),
+    ],
+)
+def test_a_training_of_few_large_items_needs_smaller_ones(layers: str, x: str, told_of: str) -> None:
+    steps = "for _ in range(2):\n    body(torch.ones({x}, device='cuda')).mean().backward()"
+    body = f"body = nn.Sequential({layers}).cuda()"
+    assert told_of in told(measured(body, steps.format(x=x)), "large_images")
+    many = x.replace(x.split(",")[0], "16", 1).replace("2000000", "125000").replace("160, 160, 160", "80, 80, 80")
+    assert "large_images" not in names(measured(body, steps.format(x=many)))

@@ -25,8 +25,8 @@ from gpumem_magic.units import human
 _LEAST = 4
 # More items than anybody trains with at once: points, pixels, rows of a table.
 _VERY_MANY = 100_000
-# The dimensions of several images, and of volumes.
-_IMAGES = (4, 5)
+# The dimensions of several signals, of images and of volumes.
+_IMAGES = (3, 4, 5)
 _OF_AN_IMAGE = 2
 # Rows and columns, and the two factors of a product of matrices.
 _FACTORS = 2
@@ -174,16 +174,17 @@ def _row_at(scene: Scene, position: int) -> tuple[Checkpoint, int, int] | None:
 
 
 def large_images(scene: Scene) -> Iterator[Cause]:
-    """Where a request failed, or at the peak of a forward of few images, most is of one height and width, that of a convolution's
-    result (or length, too): fewer items may not do."""
+    """Where a request failed, or at the peak of a forward or a training of few images, most is of one height and width, that of a
+    convolution's result (or length, too): fewer items may not do."""
     error = scene.report.error
     wanted = error.wanted if error is not None else None
     if wanted is None and (error is not None or not _is_of_few(scene)):
         return
     births = scene.recording.logs[scene.device].births
+    weights = {one.shape for one in scene.held if one.kind == "parameter"}
     sizes: Counter[tuple[int, ...]] = Counter()
     for _, size, birth in births_alive(scene):
-        if birth.shape is not None and len(birth.shape) in _IMAGES:
+        if birth.shape is not None and len(birth.shape) in _IMAGES and birth.shape not in weights:
             sizes[birth.shape[2:]] += size
     convolved = {birth.shape[2:] for birth in births.values() if birth.shape is not None and "conv" in birth.kernel}
     found = next(((area, size) for area, size in sizes.most_common(1) if area in convolved), None)
@@ -191,13 +192,15 @@ def large_images(scene: Scene) -> Iterator[Cause]:
         return
     area, size = found
     here = "" if wanted is None else " up to here"
-    dots, what, part = ("pixels", "Images of half the height and width", "a quarter")
+    dots, what, part, parts = "pixels", "Images of half the height and width", "a quarter", "crops, tiles"
+    if len(area) < _OF_AN_IMAGE:
+        dots, what, part, parts = "positions", "Signals of half the length", "half", "windows"
     if len(area) > _OF_AN_IMAGE:
-        dots, what, part = ("voxels", "Volumes of half the length in each direction", "an eighth")
+        dots, what, part = "voxels", "Volumes of half the length in each direction", "an eighth"
     yield Cause(
         "large_images",
         f"Tensors of {' x '.join(f'{side:,}' for side in area)} {dots} take {human(size)}{here}.",
-        f"{what} take {part} of that; or give it parts of them (crops, tiles), one at a time.",
+        f"{what} take {part} of that; or give it parts of them ({parts}), one at a time.",
         size,
         describes=True,
     )
@@ -209,12 +212,17 @@ def _forwards_at_work(scene: Scene) -> list[Span]:
 
 
 def _is_of_few(scene: Scene) -> bool:
-    """Whether the peak is in a forward without a graph, of few images, and large."""
+    """Whether the peak is large, and in a forward without a graph, or a training, of few images."""
     spans = _forwards_at_work(scene)
-    if not spans or any(one.graph for one in spans) or scene.report.peak.allocated < _LEAST * WORTH:
+    trains = bool(scene.spans(BACKWARD))
+    if scene.report.peak.allocated < _LEAST * WORTH or (not trains and not spans):
         return False
-    begin = scene.start_of(spans[0])
+    if not trains and any(one.graph for one in spans):
+        return False
+    begin = scene.start_of(spans[0]) if spans and not trains else 0
+    weights = {one.shape for one in scene.held if one.kind == "parameter"}
     shapes = [birth.shape for event, _, birth in births_alive(scene) if event >= begin and birth.shape]
+    shapes = [shape for shape in shapes if shape not in weights]
     return bool(shapes) and all(len(shape) not in _IMAGES or shape[0] < _LEAST for shape in shapes)
 
 

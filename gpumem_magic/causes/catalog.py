@@ -107,6 +107,7 @@ DETECTORS: tuple[Detector, ...] = (
     idle.input_gradients,
     idle.retained_gradients,
     idle.alike_buffers,
+    idle.long_tables,
     unused.unused_models,
     unused.unused_of_several,
     unused.finished_models,

@@ -12,17 +12,20 @@ from dataclasses import replace
 from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted, spots, told
+from gpumem_magic.causes.written import Written
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
-from gpumem_magic.units import counted, human, shape_words
+from gpumem_magic.units import counted, human, listed, shape_words
 
 _OPTIMIZER = "torch.optim.optimizer.Optimizer"
 _READS_GRADIENTS = re.compile(r"\.grad\b(?!\s*\()|retain_grad")
 # ``self.k[:, t] = key``, ``self.k[:, t].copy_(key)``, ``self.k.index_copy_(2, t, key)``.
 _WRITTEN_TO = r"\.{name}(?:\[[^\n=]*\])?(?:\.\w+_\(|(?<=\])\s*[-+*/]?=(?!=))"
 _DRAWN = re.compile(r"\brand(?:n|int|perm)?(?:_like)?\(")
+# Of a table, one row in so many.
+_ROWS_TAKEN = 4
 # So many buffers of one name are one for each layer.
 _LAYERS = 3
 
@@ -188,6 +191,42 @@ def retained_gradients(scene: Scene) -> Iterator[Cause]:
         f"norms.append(g.norm()))`): the peak would be about {human(highest)}.",
         size_of(kept),
         describes=True,
+    )
+
+
+def long_tables(scene: Scene) -> Iterator[Cause]:
+    """Buffers of which the program only takes the first rows (``self.cos[:n]``), and few of them."""
+    its: dict[str, tuple[Held, int, Written]] = {}
+    for one in scene.held:
+        name = one.place.rpartition(".")[2]
+        if one.kind != "buffer" or not one.shape or not name.isidentifier() or one.size < scene.part_of_peak(20):
+            continue
+        reads = [each for each in scene.program.mentioned(name) if "register_buffer" not in each.statement]
+        first = re.compile(rf"(?:\w\.|\b){name}\b(?!\s*\[\s*:\s*[\w.]+(?:\[[^\n\]]*\])?\s*\])")
+        if not reads or any(first.search(each.statement) for each in reads):
+            continue
+        taken = [
+            shape[0]
+            for _, birth in scene.births
+            for shape, _ in birth.inputs
+            if shape and shape[1:] == one.shape[1:] and shape[0] < one.shape[0]
+        ]
+        if taken and _ROWS_TAKEN * max(taken) <= one.shape[0]:
+            its[one.place] = one, max(taken), reads[0]
+    size = size_of(one for one, _, _ in its.values())
+    if size < scene.part_of_peak(4):
+        return
+    (table, rows, place), *_ = its.values()
+    least = sum(one.size * rows // one.shape[0] for one, rows, _ in its.values())
+    have = "have" if len(its) > 1 else "has"
+    yield Cause(
+        "long_tables",
+        f"{listed([quoted(one) for one in its])} {have} {table.shape[0]:,} rows, of which the program takes the first ones "
+        f"(`{place.shown}`, {place.words}), {rows:,} here: {human(size)}.",
+        f"As long as the longest input that there is, {rows:,} positions, they would take {human(least)}."
+        if len(its) > 1
+        else f"As long as the longest input that there is, {rows:,} positions, it would take {human(least)}.",
+        size - least,
     )
 
 

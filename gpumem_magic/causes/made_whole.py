@@ -27,6 +27,10 @@ from gpumem_magic.units import MIB, human, shape_words
 # One part in so many of the peak is worth a word, from so many bytes on.
 _SHARE, _LEAST = 4, 16 * MIB
 _OF_A_SORT = 3
+_FILLED, _MATRIX = (
+    frozenset({"ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros"}),
+    2,
+)
 _ROWS = frozenset({"index", "index_select", "embedding"})
 # Of a unit matrix, one row in so many.
 _FEW = 4
@@ -205,6 +209,25 @@ def _spectrum(scene: Scene, alike: Alike, inside: bool) -> Cause | None:
     )
 
 
+def _same_masks(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    """``torch.ones(b, h, n, n).tril()``: one mask as often as there are sequences and heads."""
+    begin, shape = scene.start_of_row(alike.event), alike.shape
+    filled = any(
+        birth.operator in _FILLED and birth.shape == shape
+        for event, birth in scene.births
+        if begin <= event < alike.event
+    )
+    if not filled or len(shape) <= _MATRIX or shape[-1] != shape[-2] or prod(shape[:-_MATRIX]) == 1:
+        return None
+    each = bytes_of(shape[-_MATRIX:], alike.birth.dtype)
+    return Cause(
+        "same_masks",
+        f"{made_by(scene, alike)} makes the same mask for each of {prod(shape[:-_MATRIX]):,}: {human(alike.bytes)}.",
+        f"One of {shape_words(shape[-_MATRIX:])}, {human(each)}, is broadcast to all of them as it is.",
+        alike.bytes,
+    )
+
+
 def _blocks(scene: Scene, alike: Alike, _: bool) -> Cause:
     multiplied = taken_in_by(scene, alike, PRODUCTS.__contains__)
     remedy = "Keep the blocks in a list, or stacked where they have one size."
@@ -260,6 +283,8 @@ _KINDS = {
     "count_nonzero": _summed,
     "isin": _compared,
     "eye": _unit_matrix,
+    "tril": _same_masks,
+    "triu": _same_masks,
     "full": _padded,
     "mul": _windows,
     "_fft_c2c": _spectrum,

@@ -59,6 +59,8 @@ _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
 # Two factors of a product of batches; from so many rows on, and such sides, a matrix for each is much.
 _FACTORS, _BATCHED, _MANY_ROWS, _WIDE = 2, 3, 1024, 16
+# Fewer positions have not many pairs.
+_PAIRS_FROM = 256
 # A vocabulary, rather than features.
 _WORDS = 4096
 _LOSS_IN_PARTS = (
@@ -426,6 +428,8 @@ def _calls_with(scene: Scene, alike: Alike, called: Sequence[str]) -> list[Writt
 def _other(scene: Scene, alike: Alike) -> Cause | None:
     """What other operator makes much of little: no fault, and often the reason."""
     birth = alike.birth
+    if birth.kernel == "embedding" and (rows := _looked_up_for_pairs(birth)):
+        return _rows_for_pairs(scene, alike, rows)
     if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel):
         return None
     if birth.dtype == "bool" or birth.kernel == "_to_copy":
@@ -474,6 +478,27 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         f"{made_by(scene, alike)} makes {shape_words(alike.shape)} from {given}, "
         f"{times} times as much: {size_words(alike)}.",
         remedy,
+        alike.bytes,
+        describes=True,
+    )
+
+
+def _looked_up_for_pairs(birth: Birth) -> int:
+    """The rows of a table of which one is looked up for each pair of positions, or of nodes; 0 for what else is looked up."""
+    shape, (table, *_rest) = birth.shape or (), (*(shape for shape, _ in birth.inputs), ())
+    pairs = len(shape) == _BATCHED and shape[0] == shape[1] >= _PAIRS_FROM and len(table) == _FACTORS
+    return table[0] if pairs and table[0] * _TIMES <= shape[0] * shape[1] else 0
+
+
+def _rows_for_pairs(scene: Scene, alike: Alike, rows: int) -> Cause | None:
+    if alike.bytes < scene.part_of_peak(4):
+        return None
+    count, _, width = alike.shape
+    return Cause(
+        "grown_result",
+        f"{made_by(scene, alike)} looks up {width:,} numbers for each pair of {count:,} in {rows:,} rows: {size_words(alike)}.",
+        "A product with the table's rows first, and its results looked up for each pair (`gather`), makes one number for each; "
+        "once for all layers that share a table is less, too.",
         alike.bytes,
         describes=True,
     )

@@ -215,6 +215,12 @@ class ProgramText:
                 return one.place(own[-1])
         return None
 
+    def mentioned(self, name: str) -> list[Written]:
+        """The simple statements in which a name, or an attribute of this name, stands."""
+        word = re.compile(rf"\b{re.escape(name)}\b")
+        written = (one.place(node) for one in self.mentioning(name) for node in one.statements)
+        return [one for one in written if word.search(one.statement)]
+
     def calls(self, called: str, keyword: str = "") -> list[Written]:
         """The statements with a call of a method or function, with this keyword where one is given."""
         return [
