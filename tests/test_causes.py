@@ -981,7 +981,7 @@ GUILTY += [
             "for layer in model:\n    prune.l1_unstructured(layer[0], 'weight', amount=0.9)\n"
             "y = model(torch.ones(8, 2048, device='cuda'))",
         ),
-        "the product of both (`weight`)",
+        "their product (`weight`)",
     ),
     Case(
         "same_masks",

@@ -27,7 +27,7 @@ _PARAMETRIZED = re.compile(r"^(?P<module>.*)\.parametrizations\.(?P<name>\w+)\.o
 _ASKS_FOR_FLOAT32 = re.compile(r"\.float\(|float32")
 # What a library's function that widens weights is for.
 # What `torch.nn.utils.prune` calls what it keeps (`BasePruningMethod.apply`), and its functions.
-_ORIGINAL, _MASK = "_orig", "_mask"
+_ORIGINAL, _MASK = "orig", "mask"
 _PRUNES = re.compile(r"\bprune\.\w+\(|\b\w+_(?:un)?structured\(")
 _FOR_FEW_BITS = re.compile(r"\bprepare_model_for_kbit_training\b")
 
@@ -118,26 +118,26 @@ def widened_weights(scene: Scene) -> Iterator[Cause]:
 
 def pruned_weights(scene: Scene) -> Iterator[Cause]:
     """What `torch.nn.utils.prune` keeps of a weight: as it was, a mask of numbers, and the product of both."""
-    weights = {one.place: one for one in scene.held if one.kind == "parameter" and one.place.endswith(_ORIGINAL)}
-    masks = [
-        one
-        for one in scene.held
-        if one.kind == "buffer"
-        and f"{one.place.removesuffix(_MASK)}{_ORIGINAL}" in weights
-        and one.place.endswith(_MASK)
-    ]
-    names = {one.place.removesuffix(_MASK) for one in masks}
-    products = [one for one in scene.held if one.place in names and one.kind == "tensor"]
-    size = size_of(masks) + size_of(products)
-    if not masks or size < scene.part_of_peak(5):
+    halves = {one.place: one for one in scene.held if one.kind in ("parameter", "buffer", "tensor")}
+    its: list[Held] = []
+    weights: list[Held] = []
+    name = ""
+    for place, mask in halves.items():
+        whole, _, ending = place.rpartition("_")
+        original = halves.get(f"{whole}_{_ORIGINAL}")
+        if mask.kind == "buffer" and ending == _MASK and original is not None and original.kind == "parameter":
+            its += [mask, *(one for one in [halves.get(whole)] if one is not None and one.kind == "tensor")]
+            weights.append(original)
+            name = whole.rpartition(".")[2]
+    size = size_of(its)
+    if not its or size < scene.part_of_peak(5):
         return
     call = scene.program.stating(_PRUNES)
     at = f" (`{call.shown}`, {call.words})" if call is not None else ""
-    whole, name = size_of(weights[f"{one}{_ORIGINAL}"] for one in names), min(names).rpartition(".")[2]
     yield Cause(
         "pruned_weights",
-        f"Pruning{at} keeps each weight as it was (`{name}{_ORIGINAL}`), a mask of numbers (`{name}{_MASK}`) and the product of "
-        f"both (`{name}`): {human(size)} more than the {human(whole)} of weights.",
+        f"Pruning{at} keeps each weight as it was (`{name}_{_ORIGINAL}`), a mask of numbers (`{name}_{_MASK}`) and their "
+        f"product (`{name}`): {human(size)} more than the {human(size_of(weights))} of weights.",
         f'`prune.remove(layer, "{name}")` after it leaves the product alone. (Zeros take as much room as other numbers.)',
         size,
     )

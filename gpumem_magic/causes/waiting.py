@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -31,6 +33,7 @@ _FORWARDS = 5
 _TURNS = 8
 # Two are a forward before the backward of the one before it.
 _AHEAD = 3
+_GOES_BACKWARD = re.compile(r"\bbackward\(|\bstep\(")
 _BACKWARD_SOONER = (
     "A backward soon after its forward (in a pipeline, the schedule 1F1B) lets fewer wait at once; "
     "`torch.utils.checkpoint` inside keeps inputs only."
@@ -132,7 +135,10 @@ def _turns_inside(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, li
         return "", {}
     # (A model's layers, one after the other, are its depth.)
     modules = {scene.tensors.facts(one).module for one in its}
-    if 2 * size_of(its) < scene.report.peak.allocated or len(modules) > 1 or not text.loops_around(place.own_line)[1]:
+    loops = text.loops_around(place.own_line - text.ahead)[1]
+    # (Of a loop that trains, each turn has a backward of its own.)
+    trains = any(_GOES_BACKWARD.search(ast.unparse(one)) for one in loops)
+    if 2 * size_of(its) < scene.report.peak.allocated or len(modules) > 1 or not loops or trains:
         return "", {}
     return f"turns of a loop ({scene.tensors.facts(its[0]).inner or f'line {place.own_line}'})", {
         number: [one] for number, one in enumerate(its)
