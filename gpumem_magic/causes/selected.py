@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from math import prod
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import WORTH, Scene
@@ -75,7 +76,18 @@ def _converted(scene: Scene) -> Iterator[Cause]:
         taken = rf"\b{name}\s*\[[^\]]*[:a-z]|\b{name}\.(?:split|chunk)\(|\bin {name}\b"
         if source is None or not name or one.size < WORTH or not re.search(taken, scene.typed):
             continue
-        highest, _ = scene.highest_without([one])
+        row, count = scene.start_of_row(one.born), prod(birth.shape or ())
+        # (What the statement makes of it number by number is as large.)
+        of_it = [
+            each
+            for each in scene.timeline.allocations
+            if scene.start_of_row(each.born) == row
+            and (its := births.get(each.born)) is not None
+            and prod(its.shape or ()) == count
+        ]
+        highest, _ = scene.highest_without(of_it)
+        if 2 * (scene.report.peak.allocated - highest) < one.size:
+            continue
         yield Cause(
             "copied_rows",
             f"{made_at(scene, one)} copies all of {quoted(source.place)}, which stays beside {quoted(name)}: "
