@@ -357,3 +357,17 @@ def test_a_training_of_few_large_items_needs_smaller_ones(layers: str, x: str, t
     assert told_of in told(measured(body, steps.format(x=x)), "large_images")
     many = x.replace(x.split(",")[0], "16", 1).replace("2000000", "125000").replace("160, 160, 160", "80, 80, 80")
     assert "large_images" not in names(measured(body, steps.format(x=many)))
+
+
+def test_coroutines_that_wait_with_their_data_on_the_device() -> None:
+    before = "import asyncio\nrequests = [torch.zeros(1 << 22) for _ in range(12)]"
+    infer = (
+        "lock = asyncio.Semaphore(1)\nasync def infer(images):\n    MOVE\n    async with lock:\n        await asyncio.sleep(0)\n"
+        "        return x.sum().item()\nanswers = await asyncio.gather(*(infer(r) for r in requests))"
+    )
+    said = told(measured(before, infer.replace("MOVE", "x = images.cuda()")), "data_ahead")
+    assert "12 calls of `infer` wait (`async with lock:`, line 5) with their data on the device" in said, said
+    inside = infer.replace("    MOVE\n", "").replace(
+        "await asyncio.sleep(0)", "x = images.cuda()\n        await asyncio.sleep(0)"
+    )
+    assert "data_ahead" not in names(measured(before, inside))
