@@ -573,6 +573,10 @@ def test_the_gradient_of_windows_numbers_the_places_that_lie_in_one(size: int, s
     ones = torch.ones_like(out)
     # Four windows of three by twos end at the ninth place; windows that do not meet need no numbers.
     assert made(lambda: out.backward(ones)) == [10 * 4, *([held * 8] if held else [])]
+    x = torch.zeros(3, 10, device="cuda", requires_grad=True)
+    out = x.unfold(-1, size, step)
+    ones = torch.ones_like(out)
+    assert made(lambda: out.backward(ones)) == [3 * 10 * 4, *([held * 8] if held else [])]
 
 
 def test_a_gradient_with_a_graph_of_its_own_is_written_into_zeros() -> None:

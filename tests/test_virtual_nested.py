@@ -317,3 +317,17 @@ def test_the_report_tells_its_memory_by_the_name_of_the_nested_tensor() -> None:
         batch = nested("cuda", [torch.empty(n, 1024) for n in (1000, 3000)])
     assert "batch" in str(measured.report).partition("\n\n")[0]
     del batch
+
+
+def test_the_gradient_of_padding_out_is_laid_out_plainly_first_and_what_was_padded_is_there_for_its_sizes(
+    machine: gpu.VirtualMachine,
+) -> None:
+    rows = torch.nested.nested_tensor([torch.zeros(300, 256), torch.zeros(200, 256)], device="cuda", requires_grad=True)
+    nested = rows * 2
+    before = torch.cuda.memory_allocated()
+    padded = nested.to_padded_tensor(0.0)
+    del nested
+    assert torch.cuda.memory_allocated() - before == padded.numel() * 4
+    one = torch.ones((), device="cuda").expand_as(padded)
+    # The nested gradient, its sizes and places (copied in 64 bits), and the one number as many times as there are places.
+    assert made(lambda: padded.backward(one))[:4] == [500 * 256 * 4, 10 * 4, 10 * 8, 2 * 300 * 256 * 4]

@@ -142,7 +142,8 @@ def _of_windows(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, dev
     gradient, sizes, dim, size, step = args
     if not out.dim() or step >= size:
         return []
-    return [min(sizes[dim], (gradient.shape[dim] - 1) * step + size) * 8]
+    # (The gradient has a dimension more at its end, from which a negative number would count.)
+    return [min(sizes[dim], (gradient.shape[dim % out.dim()] - 1) * step + size) * 8]
 
 
 @special(_aten.index_reduce.default, _aten.index_reduce_.default, table=BESIDE)

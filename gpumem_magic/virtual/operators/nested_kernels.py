@@ -44,9 +44,10 @@ def unpadded(padded: torch.Tensor, sizes: Any) -> torch.Tensor:
     out = NestedOnDevice(padded.new_empty(sum(map(prod, sizes))), sizes)
     listed = torch.zeros(len(sizes) * 3 + 4, dtype=torch.int64, device="cpu")
     about = listed.to(padded.device, torch.int32, non_blocking=True, copy=True)
-    for part, row in zip(out.parts(), padded, strict=False):
+    plain = padded.contiguous()
+    for part, row in zip(out.parts(), plain, strict=False):
         part.copy_(row[tuple(slice(length) for length in part.shape)])
-    del about
+    del plain, about
     return out.buffer
 
 
@@ -100,6 +101,9 @@ class Copying(_TensorByTensor):
 
 class PaddingOut(_TensorByTensor):
     """``add_padding_kernelLauncher``: the result, then where everything begins and its sizes, of 32 bits each."""
+
+    # (`_nested_from_padded_and_nested_example` asks it for its sizes.)
+    keeps = "read"
 
     def __init__(self, nested: NestedOnDevice, padding: float, size: Sequence[int], as_rows: bool) -> None:
         self.sizes, self.padding, self.size = nested.sizes, padding, size
