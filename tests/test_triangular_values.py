@@ -111,3 +111,9 @@ def test_an_encoder_with_a_long_causal_mask_takes_attention_without_one() -> Non
     torch.cuda.memory._record_memory_history(enabled=None)
     assert 37 * 40 * 4 not in sizes
     assert 37 * 37 * 4 in sizes
+
+
+def test_a_mask_with_nothing_in_front_of_it_is_put_together() -> None:
+    """(As language models do for the first tokens, when their cache is empty.)"""
+    mask = torch.full((LONGER, LONGER), float("-inf"), device="cuda").triu(1)
+    assert torch.hstack([torch.zeros(LONGER, 0, device="cuda"), mask]).type(torch.half).shape == mask.shape

@@ -120,7 +120,7 @@ def of_host(host: torch.Tensor) -> tuple[torch.Tensor, Shape] | None:
     if host.layout is not torch.strided or host.is_meta or host.numel() > _MOST_COMPARED:
         return None
     sizes = [size for size in host.size() if size != 1]
-    if len(sizes) != 2:
+    if len(sizes) != 2 or not host.numel():
         return None
     bits = BITS.get(host.element_size())
     if bits is None or host.is_quantized or host.is_conj() or host.is_neg():
