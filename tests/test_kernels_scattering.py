@@ -115,6 +115,21 @@ def test_one_number_for_all_places_is_not_sorted_since_2_8() -> None:
         assert made(write) == [4, 8, 1, 8, 1, 400, 400, 3200, *sorted_places(50)]
 
 
+def test_blocks_share_the_ends_of_many_indices() -> None:
+    torch.use_deterministic_algorithms(False)
+    for version, ends in (
+        ("2.3", [8, 200, 4] * 2),
+        ("2.4", [8, 200, 4, 1] * 2),
+        ("2.12", [8, 200, 4, 1] * 2),
+        ("2.13", [8, 8, 400, 4, 1, 1]),
+    ):
+        gpu.turn_off()
+        gpu.turn_on(f"A100-40GB,torch={version}")
+        rows, index, values = zeros(100, 4), zeros(200_000, dtype=torch.int64), zeros(200_000, 4)
+        found = made(lambda rows=rows, i=index, v=values: rows.index_put_((i,), v, accumulate=True))  # type: ignore[misc]
+        assert found[: len(ends)] == ends
+
+
 def test_indices_across_each_other_are_laid_out_for_their_ends_only() -> None:
     torch.use_deterministic_algorithms(False)
     rows, down, along = zeros(300, 40), zeros(50, 1, dtype=torch.int64), zeros(40, dtype=torch.int64)

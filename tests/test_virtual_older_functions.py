@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
-from asked_for import steps
+from asked_for import made, steps
 
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.engine.older_functions import holding
@@ -118,3 +118,15 @@ def test_lines_are_those_of_the_file() -> None:
     lines = {line for _, _, line in original.co_lines()} - {line for _, _, line in copy.co_lines()}
     source, first = inspect.getsourcelines(F.multi_head_attention_forward)
     assert all("del " in source[line - first] for line in lines if line is not None)
+
+
+@pytest.mark.parametrize(("version", "first"), [("2.3", 30), ("2.4", 40)])
+def test_optimizers_begin_with_the_first_type_of_their_parameters_before_2_4(version: str, first: int) -> None:
+    gpu.turn_on(f"T4,torch={version}")
+    half = torch.zeros(15, dtype=torch.half, device="cuda", requires_grad=True)
+    whole = torch.zeros(10, device="cuda", requires_grad=True)
+    optimizer = torch.optim.AdamW([half, whole], foreach=True)
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert made(optimizer.step)[0] == first

@@ -70,6 +70,12 @@ def test_what_asks_whether_all_or_any_are_true_shares_the_numbers_as_they_come(
     shared = made(x.all)[1]
     assert shared == 489 * dtype.itemsize if dtype in (torch.half, torch.complex64) else shared % dtype.itemsize == 0
     assert made(x.any)[1] == made(lambda: x.any((0, 1)))[1] == made(lambda: x.all((0, 1)))[1] == shared
+    # Since 2.12 a byte of each block says whether.
+    gpu.turn_off()
+    on("A100-40GB,torch=2.12")
+    assert made(torch.zeros(2000, 2000, device="cuda", dtype=dtype).any)[1] in (432, 123, 864)
+    three = torch.zeros(3, 500_000, device="cuda")
+    assert made(lambda: three.all(1)) == [3, 186, 12]
 
 
 def test_the_norms_of_complex_numbers_are_shared_as_real_ones(on: Callable[[str], Any]) -> None:

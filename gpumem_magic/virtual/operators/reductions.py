@@ -172,8 +172,10 @@ _PRODUCT = _ReductionKernel(in_results_type=True, keeps_half=True)
 _INDEXED = _ReductionKernel(accumulator=16, is_number=False)
 _WELFORD = _ReductionKernel(accumulator=16, at_once=2, is_number=False)
 _ITEM = _ReductionKernel(accumulator=0)
-# (Blocks share numbers as they come, and not whether each is true: `and_kernel_cuda` in ``ReduceLogicKernel.cu``.)
+# (`and_kernel_cuda` in ``ReduceLogicKernel.cu``.)
 _TRUTH = _ReductionKernel(accumulator=0)
+# Since when blocks share whether a number is true, and not the numbers as they come. (2.10 to 2.13: the builds' own names.)
+_TRUTH_FROM = (2, 12)
 _COUNTS = set(overloads("count_nonzero count_nonzero.dim_IntList"))
 
 KERNELS: dict[Any, _ReductionKernel] = {
@@ -248,6 +250,8 @@ def _reduce(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
         item, half = (given or first.dtype).itemsize, False
         copied = source.numel() * item
     accumulator = kernel.accumulator or (4 if half and kernel.accumulator is None else item)
+    if kernel is _TRUTH and engine.memory.torch_version(device) >= _TRUTH_FROM:
+        accumulator = 1
     if kernel.is_real and (given or source.dtype).is_complex:
         accumulator //= 2
     accumulator *= kernel.results
@@ -287,6 +291,13 @@ def shared_by_statistics(
     """Of one kernel for means and variances (`var_mean_out`), in bytes. item: bytes of an element."""
     processors = engine.memory.processors(device)
     each = _shared(shape, strides, frozenset(dims), item, _WELFORD.at_once, 4 * item, processors)
+    return [size for kernel in each for size in kernel]
+
+
+def shared_by_extremes(engine: Engine, count: int, item: int, device: int, at_once: int = 1) -> list[int]:
+    """Of a highest or a lowest of that many numbers that lie side by side, in bytes; at_once: 2 where one kernel finds both."""
+    processors = engine.memory.processors(device)
+    each = _shared((count,), (1,), frozenset((0,)), item, _ITEM.at_once, item * at_once, processors)
     return [size for kernel in each for size in kernel]
 
 

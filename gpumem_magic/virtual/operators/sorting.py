@@ -24,7 +24,7 @@ from gpumem_magic.virtual.engine.mismatch import refuse_mask_of_numbers
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.strides import in_order
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators import growing, index_lists
+from gpumem_magic.virtual.operators import growing, index_lists, reductions
 from gpumem_magic.virtual.operators.cub import Cub, cub_of
 from gpumem_magic.virtual.operators.positions import hold_while_found
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
@@ -359,7 +359,7 @@ def _accumulate(
         for number, (at_home, copied_index) in enumerate(zip(on_host, unplain, strict=True)):
             # Each index is wrapped around, then multiplied, and added to the first; where it is on the host, there, and copied.
             if not at_home and is_checked:
-                _hold_ends(engine, device, copied_index)
+                _hold_ends(engine, device, places, copied_index)
             wrapped = 0 if at_home else listed
             if number:
                 with engine.scratch(device, wrapped, listed, first_out=True):
@@ -379,19 +379,17 @@ def _accumulate(
 _COMPARED_FROM, _BOTH_ENDS_FROM = (2, 4), (2, 13)
 
 
-def _hold_ends(engine: Engine, device: int, copied: int) -> None:
+def _hold_ends(engine: Engine, device: int, places: int, copied: int) -> None:
     """The highest and the lowest index, each compared with what is allowed. copied: bytes of a plain copy of the indices."""
     version = engine.memory.torch_version(device)
     compared = [1] if version >= _COMPARED_FROM else []
-    if version >= _BOTH_ENDS_FROM:
-        with engine.scratch(device, _INDEX, _INDEX, first_out=True):
-            for size in [copied, *compared * 2]:
-                with engine.scratch(device, size):
-                    pass
-        return
-    for _ in range(2):
-        with engine.scratch(device, _INDEX):
-            for size in [copied, *compared]:
+    at_once = 2 if version >= _BOTH_ENDS_FROM else 1
+    shared = reductions.shared_by_extremes(engine, places, _INDEX, device, at_once)
+    for _ in range(2 // at_once):
+        with engine.scratch(device, *[_INDEX] * at_once, first_out=True):
+            with engine.scratch(device, copied), engine.scratch(device, *shared):
+                pass
+            for size in compared * at_once:
                 with engine.scratch(device, size):
                     pass
 

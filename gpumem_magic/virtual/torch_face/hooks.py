@@ -148,6 +148,10 @@ def _unwrapped(arg: Any) -> Any:
     return arg
 
 
+# Since when optimizers begin with the last of the types that their parameters have. (Builds of 2.2 to 2.4 were asked.)
+_LAST_GROUP_FIRST_FROM = (2, 4)
+
+
 def _foreach(patches: Patches, engine: Engine) -> None:
     """Optimizers take their grouped (foreach) path only for tensor types that they know, and group by the device that C++
     sees."""
@@ -159,8 +163,13 @@ def _foreach(patches: Patches, engine: Engine) -> None:
 
     def group(tensors: Any, with_indices: bool = False) -> Any:
         groups = original(tensors, with_indices)
-        return {(_as_python_sees(device, lists), dtype): (lists, indices)
+        seen = {(_as_python_sees(device, lists), dtype): (lists, indices)
                 for (device, dtype), (lists, indices) in groups.items()}  # fmt: skip
+        device = next((device for device, _ in seen if device.type == "cuda"), None)
+        if len(seen) == 1 or device is None or engine.memory.torch_version(device.index) >= _LAST_GROUP_FIRST_FROM:
+            return seen
+        order = list(dict.fromkeys((one.device, one.dtype) for one in tensors[0]))
+        return dict(sorted(seen.items(), key=lambda group: order.index(group[0]) if group[0] in order else len(order)))
 
     patches.set(torch._C, "_group_tensors_by_device_and_dtype", group)
 
