@@ -507,6 +507,23 @@ GUILTY += [
         "(OutOfMemoryError, In [4]) still held 9,000 MiB that nothing else did",
         "T4",
     ),
+    # one behind which another error came, so that only a cycle has it still
+    Case(
+        "pinned_by_earlier_error",
+        ("def bad():\n    big = mib(6000)\n    1 / 0", "bad()", "1 / 0", "y = mib(10000)"),
+        "Tracebacks of earlier errors still held 6,000 MiB that nothing else did.",
+        "T4",
+    ),
+    Case(
+        "pinned_by_earlier_error",
+        (
+            "class Node: pass\nclass Other: pass",
+            "def left():\n    one = Node()\n    one.other = Other()\n    one.other.back = one\n    one.big = mib(6000)\nleft()",
+            "y = mib(10000)",
+        ),
+        "Reference cycles from before this cell still held 6,000 MiB that nothing else did.",
+        "T4",
+    ),
 ]
 GUILTY += [
     Case(
@@ -2452,7 +2469,7 @@ INNOCENT += [
 
 @pytest.mark.parametrize("case", GUILTY, ids=[f"{number}-{case.tells}" for number, case in enumerate(GUILTY)])
 def test_a_cause_is_found(case: Case, request: pytest.FixtureRequest) -> None:
-    if case.tells == "reference_cycle":
+    if case.tells in ("reference_cycle", "pinned_by_earlier_error"):
         # Python's collector comes when it likes, and would take some of them.
         request.addfinalizer(gc.enable)
         gc.disable()

@@ -11,6 +11,7 @@ from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.places import variable_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import COMPILED_CODE, THIS_ERROR, Held, size_of
+from gpumem_magic.owners.ring import OF_AN_ERROR
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
@@ -54,21 +55,37 @@ def memory_ran_out(scene: Scene) -> Iterator[Cause]:
 
 
 def earlier_error(scene: Scene) -> Iterator[Cause]:
-    """What only the traceback of an earlier error still held when a request failed."""
+    """What only the tracebacks of earlier errors, or reference cycles from before the cell, still held when a request failed."""
     failing = _failing(scene)
     if failed_request(scene.report) is None or failing is None:
         return
-    numbers = _earlier_errors(scene)
-    freed = _freed(_held_at(scene, failing[1]), numbers)
-    if freed >= LEAST:
-        kinds = [kind for number in numbers if (kind := scene.holdings.roots[number].type)]
-        yield Cause(
-            "pinned_by_earlier_error",
-            f"The traceback of an earlier error{f' ({kinds[0]})' if kinds else ''} still held {human(freed)} that nothing else "
-            "did.",
-            "`%gpumem_free` frees it, before the cell is run again.",
-            freed,
-        )
+    freed = _left_behind(scene, _held_at(scene, failing[1]))
+    if size_of(freed) < LEAST:
+        return
+    roots = {number: scene.holdings.roots[number] for one in freed for number in one.roots}.values()
+    kinds = [f" ({root.type})" if root.type else "" for root in roots if root.kind == "traceback"]
+    cycles = [root for root in roots if root.kind == "cycle"]
+    if not cycles:
+        who = f"The traceback of an earlier error{kinds[0]}"
+    elif all(OF_AN_ERROR in root.name for root in cycles):
+        who = "Tracebacks of earlier errors"
+    else:
+        who = "Reference cycles from before this cell"
+        who = f"The traceback of an earlier error{kinds[0]} and r{who[1:]}" if kinds else who
+    yield Cause(
+        "pinned_by_earlier_error",
+        f"{who} still held {human(size_of(freed))} that nothing else did.",
+        "`%gpumem_free` frees it, before the cell is run again.",
+        size_of(freed),
+    )
+
+
+def _left_behind(scene: Scene, held: list[Held]) -> list[Held]:
+    """What was there before the cell, and only an earlier error or a reference cycle reaches."""
+    roots, begun = scene.holdings.roots, scene.points[0][2]
+    gone = {number for number in scene.holdings.of_kind("traceback") if roots[number].name != THIS_ERROR}
+    gone.update(scene.holdings.of_kind("cycle"))
+    return [one for one in held if gone.issuperset(one.roots) and scene.alive[one.address].born < begun]
 
 
 def _failing(scene: Scene) -> tuple[int, int] | None:
@@ -79,11 +96,6 @@ def _failing(scene: Scene) -> tuple[int, int] | None:
 def _held_at(scene: Scene, position: int) -> list[Held]:
     living = {one.address for one in scene.timeline.live_at(position)}
     return [one for one in scene.held if _was_there(scene, one, position) and one.address in living]
-
-
-def _earlier_errors(scene: Scene) -> list[int]:
-    roots = scene.holdings.roots
-    return [number for number in scene.holdings.of_kind("traceback") if roots[number].name != THIS_ERROR]
 
 
 def _holders_in_words(scene: Scene, held: list[Held], begun: int, position: int) -> str:
@@ -137,11 +149,14 @@ def _savings(scene: Scene, held: list[Held]) -> list[_Suggestion]:
     """What IPython and Python keep by themselves, and variables whose values the cell does not read."""
     roots = scene.holdings.roots
     found = []
+    left = _left_behind(scene, held)
+    # (Where it is much, it is told first of all.)
+    told = set(map(id, left)) if scene.is_large(size_of(left)) else set()
+    others = [one for one in held if id(one) not in told]
     for kind, statement in _STATEMENTS.items():
-        numbers = _earlier_errors(scene) if kind == "traceback" else scene.holdings.of_kind(kind)
-        freed = _freed(held, numbers)
-        # (Much of an earlier error's is told first of all.)
-        if freed >= LEAST and not (kind == "traceback" and scene.is_large(freed)):
+        numbers = {number for number in scene.holdings.of_kind(kind) if roots[number].name != THIS_ERROR}
+        freed = _freed(others, numbers)
+        if freed >= LEAST:
             found.append(_Suggestion(_WHAT[kind], statement, freed))
     for group in _sharing(held, _idle(scene, held)):
         alone = [(number, _freed(held, [number])) for number in group]

@@ -25,6 +25,8 @@ _TABLES = {"._modules", "._parameters", "._buffers"}
 OF_CLOSURE = "'s "
 # The namespace in which a function was defined.
 OF_NAMESPACE = "'s globals"
+# What an error's traceback refers to: the frames of the functions that it went through.
+OF_AN_ERROR = "traceback.tb_frame"
 
 
 def ring_words(things: Sequence[Any]) -> str:
