@@ -82,11 +82,38 @@ def test_the_small_pairs_of_many_steps_are_no_broadcast_to_mend() -> None:
     assert "all_pairs" in names(measured(large, f"for _ in range(3):\n    {step}\na.sum().backward()"))
 
 
-def test_a_part_of_the_rows_needs_its_own_backward_though_memory_ran_out_before_it() -> None:
+def test_parts_of_the_rows_are_checkpointed_where_a_backward_is_to_come_though_memory_ran_out_before_it() -> None:
     pairs = SCAN.format(pairs="(a.unsqueeze(2) * a.unsqueeze(3)).exp()")
     said = told(measured(pairs, "loss = loss_of(x)\nloss.backward()", device="virtual:4GiB"), "all_pairs")
-    assert "each part with a backward of its own" in said, said
-    assert "backward" not in told(measured(pairs, "loss = loss_of(x)", device="virtual:4GiB"), "all_pairs")
+    assert (
+        "each part in a function that `torch.utils.checkpoint.checkpoint` calls with `use_reentrant=False`" in said
+    ), said
+    assert "checkpoint" not in told(measured(pairs, "loss = loss_of(x)", device="virtual:4GiB"), "all_pairs")
+
+
+PAIRS = """def part(rows, classes):
+    return F.cross_entropy(rows @ b.T, classes, reduction="sum")
+a, b, classes = encoder(x), encoder(x), torch.arange(8192, device="cuda")
+"""
+
+
+def test_parts_of_the_rows_that_are_checkpointed_take_what_they_take() -> None:
+    """All pairs of what one encoder made: a backward for each part would go through that a second time."""
+    before = "import torch.nn.functional as F\nfrom torch.utils.checkpoint import checkpoint\n"
+    before += "encoder = nn.Linear(64, 64).cuda()\nx = torch.randn(8192, 64, device='cuda')"
+    whole = measured(before, f"{PAIRS}part(a, classes).backward()")
+    assert "`use_reentrant=False`" in told(whole, "all_pairs")
+    parts = (
+        "loss = sum(checkpoint(part, *some, use_reentrant=False) for some in zip(a.split(1024), classes.split(1024)))\n"
+        "loss.backward()"
+    )
+    report = measured(before, f"{PAIRS}{parts}")
+    assert report.peak.allocated < whole.peak.allocated // 3
+    assert "all_pairs" not in names(report)
+    again = "for some in zip(a.split(1024), classes.split(1024)):\n    part(*some).backward()"
+    error = measured(before, f"{PAIRS}{again}").error
+    assert error is not None
+    assert "a second time" in error.message
 
 
 def test_another_order_of_an_einsum_is_no_way_where_the_result_is_what_is_large() -> None:

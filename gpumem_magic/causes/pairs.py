@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from math import prod
 
@@ -16,6 +17,7 @@ from gpumem_magic.looks.parsing import parsed, parsed_expression
 from gpumem_magic.owners.model import Held
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human, shape_words
 
 COPIES = frozenset({"clone", "_to_copy", "copy", "repeat", "contiguous", "copy_"})
@@ -40,6 +42,7 @@ _INDEXED = re.compile(r"\[.*\]$|\.unsqueeze\(.*\)$")
 _MOST_NAMES = 40
 # ``x.norm(p=1, dim=-1)``, ``x.norm(1, -1)``, ``vector_norm(x, ord=1)``.
 _NORM = re.compile(r"\b(?:p|ord)\s*=\s*([\d.]+)|\.norm\(\s*([\d.]+)")
+_CHECKPOINTED = ", each part in a function that `torch.utils.checkpoint.checkpoint` calls with `use_reentrant=False`"
 # Two matrices for whose rows all pairs are made: rows, rows and what is summed over.
 _PAIR, _PLANES = 2, 3
 
@@ -118,7 +121,8 @@ def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
     trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
     if scene.report.error is not None:
         trains = trains or scene.program.goes_on_backward(scene.left.way)
-    return f"work on some of the rows at a time{', each part with a backward of its own' if trains else ''}"
+    # (A backward of its own for each would go through what they share a second time.)
+    return f"work on some of the rows at a time{_CHECKPOINTED if trains else ''}"
 
 
 def _is_on_the_way(expression: str) -> bool:
@@ -298,12 +302,19 @@ def is_repeated(scene: Scene, alike: Alike) -> bool:
         if (birth := births.get(one.born)) is not None
         and (birth.place, birth.kernel, birth.shape) == (place, alike.birth.kernel, alike.birth.shape)
     ]
-    if place is None or len(its) < _PARTS:
+    # (A checkpoint makes them once more in its backward; a training makes one in each of its turns.)
+    backwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD)]
+    turns: dict[int, list[Allocation]] = defaultdict(list)
+    for one in its:
+        if not any(begin <= one.born < end for begin, end in backwards):
+            turns[sum(begin <= one.born for begin, _ in backwards)].append(one)
+    of_a_turn = max(turns.values(), key=len, default=[])
+    if place is None or len(of_a_turn) < _PARTS:
         return False
-    trains = any(its[0].born <= scene.start_of(one) <= its[-1].born for one in scene.spans(BACKWARD))
     # The next one is made while a name still has the last.
-    gone = all(one.freed is not None and one.freed <= later.born for one, later in zip(its, its[2:], strict=False))
-    return gone and not trains
+    return all(
+        one.freed is not None and one.freed <= later.born for one, later in zip(of_a_turn, of_a_turn[2:], strict=False)
+    )
 
 
 def operands(expression: str) -> list[str]:
