@@ -50,8 +50,9 @@ def _waits_behind(scene: Scene, place: CodePlace) -> Written | None:
     """The first statement behind a line of a coroutine, in the same block, that may wait."""
     text = scene.program.text_of(place.own_file, scene.recording.own_file)
     line = place.own_line - text.ahead if text is not None else 0
-    function = text.loops_around(line)[0] if text is not None else None
-    if text is None or not isinstance(function, ast.AsyncFunctionDef):
+    function, loops = text.loops_around(line) if text is not None else (None, [])
+    # (A loop is one call, that makes them all: for a queue, say.)
+    if text is None or loops or not isinstance(function, ast.AsyncFunctionDef):
         return None
     behind = (one for one in function.body if one.lineno > line)
     waiting = next((one for one in behind if any(isinstance(part, _WAITS) for part in ast.walk(one))), None)
