@@ -16,6 +16,8 @@ from gpumem_magic.virtual.engine.uniform import Uniform
 
 # Above which glibc asks the system for each block (`DEFAULT_MMAP_THRESHOLD_MAX` in malloc.c).
 _MAPPED = 32 << 20
+# So many blocks wait for the host to compute: the next operator's results take no more.
+_WAITING = 4
 
 
 class _StorageReference(weakref.ref[Any]):
@@ -129,7 +131,7 @@ class StorageTable:
                 placement = placements.get(watch.key)
                 if placement is not None and placement.watch is watch:
                     del placements[watch.key]
-                    if placement.host is not None and placement.nbytes <= _MAPPED:
+                    if placement.host is not None and placement.nbytes <= _MAPPED and len(self.gone) < _WAITING:
                         self.gone.append(placement.host)
                     if placement.nbytes:
                         self._free(placement.device, placement.address)
