@@ -534,7 +534,7 @@ def test_what_ended_is_given_back_on_the_host_where_it_computes_next() -> None:
         x.relu()
     gone = machine.engine.table.gone
     machine.engine.table.drain()
-    assert [one.shape for one in gone] == [x.shape]
+    assert [one.host.shape for one in gone] == [x.shape]
     x.relu()
     assert not gone
     # Of a whole model that is deleted no more waits than a few blocks.

@@ -89,7 +89,7 @@ class StorageTable:
         self._ended: deque[_StorageReference] = deque()
         # What was on the host of some that have ended, until the host next computes: its allocator gives the newest free block to
         # the first who asks, and small objects that come between would break it up.
-        self.gone: list[Any] = []
+        self.gone: list[Placement] = []
         self._note_end: Callable[[_StorageReference], object] = self._ended.append
         self._told_of_ends: tuple[Callable[[int, int], object], ...] = ()
         self._weakly: dict[int, Any] = {}
@@ -132,7 +132,8 @@ class StorageTable:
                 if placement is not None and placement.watch is watch:
                     del placements[watch.key]
                     if placement.host is not None and placement.nbytes <= _MAPPED and len(self.gone) < _WAITING:
-                        self.gone.append(placement.host)
+                        placement.kept = None
+                        self.gone.append(placement)
                     if placement.nbytes:
                         self._free(placement.device, placement.address)
             if self._weakly:
