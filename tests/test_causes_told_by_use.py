@@ -398,3 +398,27 @@ def test_coroutines_that_wait_with_their_data_on_the_device() -> None:
         "await asyncio.sleep(0)", "x = images.cuda()\n        await asyncio.sleep(0)"
     )
     assert "data_ahead" not in names(measured(before, inside))
+
+
+PENALTY = """layers = nn.Linear(1024, 512), nn.LeakyReLU(0.2), nn.Linear(512, 512), nn.LeakyReLU(0.2), nn.Linear(512, 1)
+D = nn.Sequential(*layers).cuda()
+kept = []
+def penalty(real, fake):
+    mix = (0.5 * real + 0.5 * fake).requires_grad_(True)
+    out = D(mix)
+    grad = torch.autograd.grad(out, mix, torch.ones_like(out), create_graph=True, retain_graph=True)[0]
+    return ((grad.norm(2, dim=1) - 1) ** 2).mean()
+"""
+PENALIZED = """for _ in range(6):
+    real, fake = torch.randn(2048, 1024, device="cuda"), torch.randn(2048, 1024, device="cuda")
+    gp = penalty(real, fake)
+    loss = D(fake).mean() - D(real).mean() + 10 * gp
+    loss.backward(retain_graph=True)
+    kept.append(gp)
+"""
+
+
+def test_what_a_backward_made_of_a_graph_is_no_further_one() -> None:
+    """A gradient penalty's graph has parts that later backwards made of the same forward, and keep."""
+    said = told(measured(PENALTY, PENALIZED), "kept_graphs")
+    assert "keeps the graphs of 5 iterations" in said, said

@@ -77,7 +77,8 @@ def come_again(scene: Scene, graphs: Iterable[Held], starts: Sequence[int]) -> d
     found: dict[CodePlace, set[int]] = defaultdict(set)
     for one in graphs:
         birth = births.get(born_at(scene, one))
-        if birth is not None and birth.place is not None and birth.place.own_line:
+        # (What a backward makes is placed where its forward is.)
+        if birth is not None and not birth.node and birth.place is not None and birth.place.own_line:
             found[birth.place].add(bisect_right(starts, born_at(scene, one)))
     return found
 
