@@ -22,14 +22,13 @@ from gpumem_magic.looks.tensors import (
     is_tensor,
     modules_in,
     nbytes,
-    no_dispatch,
-    no_functions,
     pieces,
     shape,
     states_of,
     storage,
     table,
     tensors_of,
+    unheard,
 )
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
@@ -100,6 +99,10 @@ class Evidence:
 
 def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any], grown: int) -> Evidence:
     """To be asked in the process in which the program ran."""
+    return unheard(_evidence_of, view, names, namespace, grown)
+
+
+def _evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any], grown: int) -> Evidence:
     _, position = view.timeline.peak(0, len(view.timeline))
     live = view.timeline.live_at(position)
     categories: Counter[str] = Counter()
@@ -109,39 +112,38 @@ def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str,
         categories[facts.category] += one.size
         if facts.category == "activations":
             by_module[facts.module] += one.size
-    with no_functions(), no_dispatch():
-        found = {name: namespace[name] for name in sorted(names) if name in namespace}
-        modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
-        optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})
-        batches, size = _batches(found)
-        lists = {name: list(filter(_on_device, thing)) for name, thing in found.items() if type(thing) is list}
-        kept = {name: _kept(tensors) for name, tensors in lists.items()}
-        state = sum(
-            tensor.untyped_storage().nbytes()
-            for optimizer in optimizers.values()
-            for _, states in states_of(optimizer)
-            for tensor in (dict.values(states) if is_a(states, dict) else ())
-            if _on_device(tensor) and shape(tensor)
-        )
-        return Evidence(
-            categories=dict(categories),
-            allocated=sum(one.size for one in live),
-            cached=view.timeline.reserved_at(position) - sum(one.size for one in live),
-            ran_backward=any(span.kind == BACKWARD for span in view.recording.spans),
-            names=frozenset(found),
-            modules=tuple(_named(name, module) for name, module in modules.items()),
-            classes=tuple(one for name, module in modules.items() for one in _classes(name, module, by_module)),
-            optimizers=tuple(optimizers),
-            batches=batches,
-            batch_size=size,
-            bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
-            host=_free_on_the_host(),
-            state=state,
-            grown=grown,
-            tensors=tuple(name for name, thing in found.items() if _on_device(thing)),
-            lists=kept,
-            of_parts=frozenset(name for name, tensors in lists.items() if 2 * sum(map(nbytes, tensors)) < kept[name]),
-        )
+    found = {name: namespace[name] for name in sorted(names) if name in namespace}
+    modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
+    optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})
+    batches, size = _batches(found)
+    lists = {name: list(filter(_on_device, thing)) for name, thing in found.items() if type(thing) is list}
+    kept = {name: _kept(tensors) for name, tensors in lists.items()}
+    state = sum(
+        tensor.untyped_storage().nbytes()
+        for optimizer in optimizers.values()
+        for _, states in states_of(optimizer)
+        for tensor in (dict.values(states) if is_a(states, dict) else ())
+        if _on_device(tensor) and shape(tensor)
+    )
+    return Evidence(
+        categories=dict(categories),
+        allocated=sum(one.size for one in live),
+        cached=view.timeline.reserved_at(position) - sum(one.size for one in live),
+        ran_backward=any(span.kind == BACKWARD for span in view.recording.spans),
+        names=frozenset(found),
+        modules=tuple(_named(name, module) for name, module in modules.items()),
+        classes=tuple(one for name, module in modules.items() for one in _classes(name, module, by_module)),
+        optimizers=tuple(optimizers),
+        batches=batches,
+        batch_size=size,
+        bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+        host=_free_on_the_host(),
+        state=state,
+        grown=grown,
+        tensors=tuple(name for name, thing in found.items() if _on_device(thing)),
+        lists=kept,
+        of_parts=frozenset(name for name, tensors in lists.items() if 2 * sum(map(nbytes, tensors)) < kept[name]),
+    )
 
 
 def _kept(tensors: Iterable[torch.Tensor]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -45,12 +46,15 @@ def left_functions(error: BaseException) -> LeftFunctions:
         found.functions.add(frame.f_code.co_name)
         variables = locals_of(frame)
         found.modules.update({name: one for name, one in variables.items() if tensors.is_module(one)})
-        with tensors.no_functions(), tensors.no_dispatch():
-            lists = [name for name, one in variables.items() if is_sequence(one) and _has_graphs(one)]
-            alone = [name for name, one in variables.items() if _has_graph(one)]
-        if lists or alone:
-            found.graphs.setdefault(frame.f_code.co_name, (*lists, *alone))
+        if names := tensors.unheard(_with_graphs, variables):
+            found.graphs.setdefault(frame.f_code.co_name, names)
     return found
+
+
+def _with_graphs(variables: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of lists of tensors with graphs, then of such tensors."""
+    lists = [name for name, one in variables.items() if is_sequence(one) and _has_graphs(one)]
+    return (*lists, *(name for name, one in variables.items() if _has_graph(one)))
 
 
 def _frames_that_handle(error: BaseException) -> list[FrameType]:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from gpumem_magic.looks.objects import (
 )
 
 Named = tuple[str, torch.Tensor]
+_Answer = TypeVar("_Answer")
 
 _BASE: Any = torch._C.TensorBase
 # (Looked up once: they are asked for each parameter at each step.)
@@ -59,9 +60,20 @@ COMPILED = "_orig_mod"
 # Inside both, reading a tensor calls no ``__torch_function__`` and no mode; the thread's state is as it was
 # afterwards. They are C++'s own, as a Ctrl-C may come in one that is written in Python before it has put that back.
 no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+
 _tracing, _trace = torch._C._get_tracing_state, torch._C._set_tracing_state  # type: ignore[attr-defined]
 _TRACER = torch._C._dispatch_key_parse("Tracer")
 _NOTHING = nullcontext()
+
+
+def unheard(call: Callable[..., _Answer], /, *args: Any) -> _Answer:
+    """What `call` returns where no function and no dispatch of the program's own hears what tensors are asked.
+
+    The block holds a call alone: a comprehension with an ``if`` that stands in one itself jumps back, in Python 3.12 and
+    3.13, from where the table of handlers has a gap, and a Ctrl-C there would leave the block open.
+    """
+    with no_functions(), no_dispatch():
+        return call(*args)
 
 
 def is_tracing() -> bool:

@@ -47,10 +47,8 @@ def running_functions(frame: FrameType | None, locate: Locate) -> list[RunningFu
 
 def _memory_of(frame: FrameType, locate: Locate) -> dict[str, frozenset[Place]]:
     given = _parameters_of(frame.f_code)
-    with tensors.no_functions(), tensors.no_dispatch():
-        places = {
-            name: frozenset(_places(value, locate)) for name, value in locals_of(frame).items() if name not in given
-        }
+    own = {name: value for name, value in locals_of(frame).items() if name not in given}
+    places = {name: frozenset(tensors.unheard(_places, value, locate)) for name, value in own.items()}
     return {name: its for name, its in places.items() if its}
 
 

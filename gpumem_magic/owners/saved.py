@@ -50,48 +50,51 @@ class Saved:
 
 def saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
     """Every tensor on a device in the graphs of these tensors, parameters left out. Runs no hook, and keeps no tensor."""
+    return tensors.unheard(_saved_in_graph, outputs, locate)
+
+
+def _saved_in_graph(outputs: Iterable[Any], locate: Locate) -> list[Saved]:
     found: dict[Place, Saved] = {}
-    with tensors.no_functions(), tensors.no_dispatch():
-        tops = [tensors.grad_fn(one) for one in outputs if tensors.is_tensor(one)]
-        nodes = {id(node): node for node in autograd.graph_behind(one for one in tops if one is not None)}
-        parameters = _parameters(nodes, locate)
-        following = {number: list(map(id, autograd.next_nodes(node))) for number, node in nodes.items()}
-        nearest = NearestParameter(following, parameters)
-        saved = {number: [value for _, value in autograd.saved_by(node)] for number, node in nodes.items()}
-        keeping = {number for number, values in saved.items() if any(map(tensors.is_tensor, values))}
-        own = set(parameters.values())
-        places = tuple(own)
-        order = {place: number for number, place in enumerate(places)}
-        behind = _leaves_behind(following, {number: order[place] for number, place in parameters.items()})
-        names = {number: name_of_class(type(node)) for number, node in nodes.items()}
-        parts = equal_parts([id(one) for one in tops if one is not None], following, names, parameters)
-        part_of = {number: part for part, its in enumerate(parts) for number in its} if len(parts) > 1 else {}
-        for number, node in nodes.items():
-            for value in saved[number]:
-                if not tensors.is_tensor(value) or tensors.is_parameter(value):
-                    continue
-                place = located(locate, value)
-                if place is None or place in own:
-                    continue
-                operation = autograd.operation_of(node)
-                before = found.get(place)
-                if before is not None:
-                    operations = (
-                        (*before.operations, operation) if operation not in before.operations else before.operations
-                    )
-                    leaves = (*before.leaves, Leaves(places, behind[number]))
-                    found[place] = replace(before, operations=operations, leaves=leaves)
-                    continue
-                found[place] = Saved(
-                    *place,
-                    (operation,),
-                    tensors.shape(value),
-                    tensors.dtype_name(value),
-                    nearest.of(number),
-                    part_of.get(number, -1),
-                    (Leaves(places, behind[number]),),
-                    nearest.is_used_by(number, keeping),
+    tops = [tensors.grad_fn(one) for one in outputs if tensors.is_tensor(one)]
+    nodes = {id(node): node for node in autograd.graph_behind(one for one in tops if one is not None)}
+    parameters = _parameters(nodes, locate)
+    following = {number: list(map(id, autograd.next_nodes(node))) for number, node in nodes.items()}
+    nearest = NearestParameter(following, parameters)
+    saved = {number: [value for _, value in autograd.saved_by(node)] for number, node in nodes.items()}
+    keeping = {number for number, values in saved.items() if any(map(tensors.is_tensor, values))}
+    own = set(parameters.values())
+    places = tuple(own)
+    order = {place: number for number, place in enumerate(places)}
+    behind = _leaves_behind(following, {number: order[place] for number, place in parameters.items()})
+    names = {number: name_of_class(type(node)) for number, node in nodes.items()}
+    parts = equal_parts([id(one) for one in tops if one is not None], following, names, parameters)
+    part_of = {number: part for part, its in enumerate(parts) for number in its} if len(parts) > 1 else {}
+    for number, node in nodes.items():
+        for value in saved[number]:
+            if not tensors.is_tensor(value) or tensors.is_parameter(value):
+                continue
+            place = located(locate, value)
+            if place is None or place in own:
+                continue
+            operation = autograd.operation_of(node)
+            before = found.get(place)
+            if before is not None:
+                operations = (
+                    (*before.operations, operation) if operation not in before.operations else before.operations
                 )
+                leaves = (*before.leaves, Leaves(places, behind[number]))
+                found[place] = replace(before, operations=operations, leaves=leaves)
+                continue
+            found[place] = Saved(
+                *place,
+                (operation,),
+                tensors.shape(value),
+                tensors.dtype_name(value),
+                nearest.of(number),
+                part_of.get(number, -1),
+                (Leaves(places, behind[number]),),
+                nearest.is_used_by(number, keeping),
+            )
     return list(found.values())
 
 

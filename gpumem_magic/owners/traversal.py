@@ -103,7 +103,7 @@ class Traversal:
         # (Python's collector does not know of frames that run.)
         running = [value for value in values if is_a(value, types.FrameType) and not gc.is_tracked(value)]
         values = [*self._leading(values), *running]
-        if self._is_barren(values):
+        if tensors.unheard(self._is_barren, values):
             return None
         number = self._add(root, _LEAF, None)
         for value in values:
@@ -119,37 +119,37 @@ class Traversal:
         met: dict[int, Any] = {}
         level = list(values)
         once = _referred_to_once()
-        with tensors.no_functions(), tensors.no_dispatch():
-            while level:
-                counts = list(map(sys.getrefcount, level))
-                shared = list(compress(level, map(once.__lt__, counts)))
-                if shared:
-                    fresh = dict(zip(map(id, shared), shared, strict=True))
-                    if any(self._index[number] >= 0 for number in fresh.keys() & self._index.keys()):
-                        # Another root's own value, which holds memory.
-                        return False
-                    for known in (met, self._barren, self._index):
-                        for number in fresh.keys() & known.keys():
-                            del fresh[number]
-                    met |= fresh
-                    level = [*compress(level, map(once.__ge__, counts)), *fresh.values()]
-                found: list[Any] = []
-                its: list[Any] = []
-                classes = list(map(type, level))
-                kinds = dict(zip(map(id, classes), classes, strict=True))
-                for number, kind in kinds.items():
-                    expand = self._expanders[number] if number in self._expanders else self._choose(kind)
-                    if expand is None:
-                        continue
-                    its = level if len(kinds) == 1 else [one for one in level if type(one) is kind]
-                    if expand is _generic:
-                        found += gc.get_referents(*its)
-                    elif any(self._may_hold(one, expand) for one in its):
-                        return False
-                    else:
-                        found += [inner for one in its for inner in self._behind(one, expand)]
-                level = list(self._leading(found))
-                del found, its  # a second list would be a second reference
+        while level:
+            counts = list(map(sys.getrefcount, level))
+            shared = list(compress(level, map(once.__lt__, counts)))
+            if shared:
+                fresh = dict(zip(map(id, shared), shared, strict=True))
+                if any(self._index[number] >= 0 for number in fresh.keys() & self._index.keys()):
+                    # Another root's own value, which holds memory.
+                    return False
+                for known in (met, self._barren, self._index):
+                    for number in fresh.keys() & known.keys():
+                        del fresh[number]
+                met |= fresh
+                level = [*compress(level, map(once.__ge__, counts)), *fresh.values()]
+            found: list[Any] = []
+            its: list[Any] = []
+            classes = list(map(type, level))
+            kinds = dict(zip(map(id, classes), classes, strict=True))
+            for number, kind in kinds.items():
+                expand = self._expanders[number] if number in self._expanders else self._choose(kind)
+                if expand is None:
+                    continue
+                its = level if len(kinds) == 1 else [one for one in level if type(one) is kind]
+                if expand is _generic:
+                    found += gc.get_referents(*its)
+                elif any(self._may_hold(one, expand) for one in its):
+                    return False
+                else:
+                    found += [inner for one in its for inner in self._behind(one, expand)]
+            level = list(self._leading(found))
+            del found, its  # a second list would be a second reference
+
         self._barren |= met
         return True
 

@@ -22,7 +22,7 @@ from gpumem_magic.devices.base import Machine
 from gpumem_magic.looks import arrays, objects, tensors
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.sharding import waiting_gradients
-from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions
+from gpumem_magic.looks.tensors import Named, no_dispatch, no_functions, unheard
 from gpumem_magic.recording import caches
 from gpumem_magic.recording.datasets import tensors_of_data
 from gpumem_magic.recording.model import Moment, Sighting
@@ -229,17 +229,19 @@ class Witness:
         self._where.clear()
         self._states.clear()
         self._last_gradients.clear()
-        with no_functions(), no_dispatch():
-            for module in _alive(self._modules):
-                self.see_module(module)
-            self._see_what_trains()
-            errors = [] if error is None else [error]
-            for name in self._names:
-                value = objects.entry(everything, name)
-                self._see_variable(name, value, END_LIMIT)
-                errors += [one for one in _with_members(value) if objects.is_a(one, BaseException)]
-            for frame in chain.from_iterable(map(_left_by, errors)):
-                self._see_variables_of(frame)
+        unheard(self._see_all, everything, error)
+
+    def _see_all(self, everything: Mapping[str, Any], error: BaseException | None) -> None:
+        for module in _alive(self._modules):
+            self.see_module(module)
+        self._see_what_trains()
+        errors = [] if error is None else [error]
+        for name in self._names:
+            value = objects.entry(everything, name)
+            self._see_variable(name, value, END_LIMIT)
+            errors += [one for one in _with_members(value) if objects.is_a(one, BaseException)]
+        for frame in chain.from_iterable(map(_left_by, errors)):
+            self._see_variables_of(frame)
 
     def modules(self) -> list[torch.nn.Module]:
         """Those that were seen and are still there. For a look, not to be kept."""

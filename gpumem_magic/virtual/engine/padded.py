@@ -35,8 +35,8 @@ def padded(call: Call) -> Padded | None:
     if source.dim() != 2 or source.dtype not in _KINDS or min(source.shape) < 2 or source.numel() > _MOST:
         return None
     with no_functions(), host_keys():
-        sides = [one for one in (_of_side(source, True), _of_side(source.flip(1), False)) if one is not None]
-        return sides[0] if len(sides) == 1 else None
+        behind, before = _of_side(source, True), _of_side(source.flip(1), False)
+        return behind if before is None else before if behind is None else None
 
 
 def _of_side(rows: torch.Tensor, at_end: bool) -> Padded | None:
