@@ -13,7 +13,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.looks.parsing import parsed_expression
+from gpumem_magic.looks.parsing import expression_of
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
@@ -35,7 +35,7 @@ _FOR_FEW_BITS = re.compile(r"\bprepare_model_for_kbit_training\b")
 def models_of_threads(scene: Scene) -> Iterator[Cause]:
     """A model of its own for each thread, in a `threading.local`, of models that only answer."""
     places: Counter[str] = Counter()
-    weights = [one for one in scene.held if one.kind == "parameter" and any(_LOCAL in at.bases for at in one.trail)]
+    weights = [one for one in scene.held if one.kind == "parameter" and one.goes_through(_LOCAL)]
     places.update(one.place for one in weights)
     threads = max(places.values(), default=0)
     if threads < _SEVERAL or scene.spans(BACKWARD) or size_of(weights) < scene.part_of_peak(2):
@@ -174,9 +174,8 @@ def computed_weights(scene: Scene) -> Iterator[Cause]:
 def _own_names(expression: str) -> list[str]:
     """The attributes of ``self`` of which an expression is made; none where there is anything else in it, but for PyTorch's
     functions."""
-    try:
-        node = parsed_expression(expression)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
+    node = expression_of(expression)
+    if node is None:
         return []
     owned = [one for one in ast.walk(node) if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self"]
     inside = {id(one.value) for one in owned}

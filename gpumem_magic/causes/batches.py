@@ -181,7 +181,7 @@ def large_images(scene: Scene) -> Iterator[Cause]:
     if wanted is None and (error is not None or not _is_of_few(scene)):
         return
     births = scene.recording.logs[scene.device].births
-    weights = {one.shape for one in scene.held if one.kind == "parameter"}
+    weights = _shapes_of_weights(scene)
     sizes: Counter[tuple[int, ...]] = Counter()
     for _, size, birth in births_alive(scene):
         if birth.shape is not None and len(birth.shape) in _IMAGES and birth.shape not in weights:
@@ -220,10 +220,14 @@ def _is_of_few(scene: Scene) -> bool:
     if not trains and any(one.graph for one in spans):
         return False
     begin = scene.start_of(spans[0]) if spans and not trains else 0
-    weights = {one.shape for one in scene.held if one.kind == "parameter"}
-    shapes = [birth.shape for event, _, birth in births_alive(scene) if event >= begin and birth.shape]
-    shapes = [shape for shape in shapes if shape not in weights]
+    weights = _shapes_of_weights(scene)
+    made = (birth.shape for event, _, birth in births_alive(scene) if event >= begin)
+    shapes = [shape for shape in made if shape and shape not in weights]
     return bool(shapes) and all(len(shape) not in _IMAGES or shape[0] < _LEAST for shape in shapes)
+
+
+def _shapes_of_weights(scene: Scene) -> set[tuple[int, ...]]:
+    return {one.shape for one in scene.held if one.kind == "parameter"}
 
 
 class Batch:
@@ -291,7 +295,7 @@ class Batch:
     def _of_pairs(self) -> set[tuple[int, ...]]:
         """The shapes of products, or distances, of the batch's items with the batch's items. (Of a layer as wide as a batch has
         items, the second factor is a weight.)"""
-        weights = self._weights | {one.shape for one in self._scene.held if one.kind == "parameter"}
+        weights = self._weights | _shapes_of_weights(self._scene)
         weights |= {shape[::-1] for shape in weights if shape is not None}
         found = set()
         for birth in self.births.values():

@@ -351,7 +351,7 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         if one.kind not in ("tensor", "parameter") or learns or root.kind != "variable" or made is None:
             continue
         category = scene.labels[made.index].category
-        if made.born < scene.moment and category in _COPIED and (_is_average(one) or _is_beside(scene, made)):
+        if made.born < scene.moment and category in _COPIED and (one.goes_through(_AVERAGE) or _is_beside(scene, made)):
             copies.setdefault((_COPIED[category], root.name), []).append(one)
     for (whose, _), its in sorted(copies.items(), key=lambda pair: -size_of(pair[1])):
         if size_of(its) < scene.part_of_peak(8):
@@ -368,15 +368,11 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "second_copy",
             f"{quoted(place)} keeps a second copy of {whose} on the device{at}: {human(size_of(its))}.",
-            _AVERAGE_ELSEWHERE if _is_average(largest) else _instead(scene, place, largest),
+            _AVERAGE_ELSEWHERE if largest.goes_through(_AVERAGE) else _instead(scene, place, largest),
             size_of(its),
             describes=True,
         )
         return
-
-
-def _is_average(one: Held) -> bool:
-    return any(_AVERAGE in station.bases for station in one.trail)
 
 
 def _is_beside(scene: Scene, made: Allocation) -> bool:

@@ -56,7 +56,4 @@ def _waits_behind(scene: Scene, place: CodePlace) -> Written | None:
         return None
     behind = (one for one in function.body if one.lineno > line)
     waiting = next((one for one in behind if any(isinstance(part, _WAITS) for part in ast.walk(one))), None)
-    if waiting is None:
-        return None
-    found = text.place(waiting)
-    return Written(found.where, found.line, found.statement.strip().partition("\n")[0])
+    return text.place(waiting) if waiting is not None else None

@@ -29,7 +29,7 @@ from gpumem_magic.causes.places import (
     together,
     told,
 )
-from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, Held, size_of
+from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
@@ -275,13 +275,13 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         added_up = f"Each {what} ({seen} in all) that keeps {whole}: add `.clone()`"
         return f"{added_up}; {now}." if now else f"{added_up}."
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
-    if any(one.kind == "parameter" and _is_in_a_module(one) for one in spot.held):
+    if any(one.kind == "parameter" and one.goes_through(MODULE) for one in spot.held):
         host = "keep the models that are used later on the host (`.cpu()`)"
     elif spot.held[0].kind == "optimizer_state":
         host = "keep one optimizer at a time"
     if spot.place.startswith(DEFAULT_ARGUMENT):
         host = "make it anew in each call (`None` as the default): a default is made once, with the function"
-    elif all(any(GENERATOR in station.bases for station in one.trail) for one in spot.held):
+    elif all(one.goes_through(GENERATOR) for one in spot.held):
         host = "let each generator come to its end, or `.close()` it: until then it keeps its local variables"
     if summed := scene.program.summed(spot.place):
         host = f"add them up as they come: `{summed}` reads nothing else of them"
@@ -316,7 +316,3 @@ def _emptied_by(scene: Scene, spot: Spot) -> str:
         ):
             return f"{owner.place}.{method}"
     return ""
-
-
-def _is_in_a_module(one: Held) -> bool:
-    return any(MODULE in station.bases for station in one.trail)

@@ -218,14 +218,12 @@ def long_tables(scene: Scene) -> Iterator[Cause]:
         return
     (table, rows, place), *_ = its.values()
     least = sum(one.size * rows // one.shape[0] for one, rows, _ in its.values())
-    have = "have" if len(its) > 1 else "has"
+    have, they = ("have", "they") if len(its) > 1 else ("has", "it")
     yield Cause(
         "long_tables",
         f"{listed([quoted(one) for one in its])} {have} {table.shape[0]:,} rows, of which the program takes the first ones "
         f"(`{place.shown}`, {place.words}), {rows:,} here: {human(size)}.",
-        f"As long as the longest input that there is, {rows:,} positions, they would take {human(least)}."
-        if len(its) > 1
-        else f"As long as the longest input that there is, {rows:,} positions, it would take {human(least)}.",
+        f"As long as the longest input that there is, {rows:,} positions, {they} would take {human(least)}.",
         size - least,
     )
 

@@ -14,7 +14,7 @@ from gpumem_magic.causes.model import WORTH, Scene, partnered, requested
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.written import name_given
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.looks.parsing import parsed_expression
+from gpumem_magic.looks.parsing import expression_of
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.model import OF_A_MODEL, Cause
@@ -160,10 +160,7 @@ def _in_place(birth: Birth, target: str) -> tuple[str, bool]:
     same = given[0] == birth.shape and given[1] == birth.dtype and bytes_of(given[0], given[1]) > 0
     if place is None or not same or not goes_by_numbers(birth.kernel) or not hasattr(torch.Tensor, f"{birth.kernel}_"):
         return "", False
-    try:
-        node = parsed_expression(place.expression)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return "", False
+    node = expression_of(place.expression)
     named = isinstance(node, ast.BinOp) and isinstance(node.left, ast.Name) and node.left.id == target
     if not isinstance(node, ast.BinOp) or (isinstance(node.left, (ast.Name, ast.Attribute)) and not named):
         return "", False

@@ -50,7 +50,7 @@ def data_on_device(scene: Scene) -> Iterator[Cause]:
         and one.address in scene.alive
         and (scene.alive[one.address].born < 0 or scene.labels[scene.alive[one.address].index].category == "inputs")
         and scene.holdings.roots[one.roots[0]].kind in ("variable", "module")
-        and not any(base == _CACHE for station in one.trail for base in station.bases)
+        and not one.goes_through(_CACHE)
     ]
     total = size_of(scene.alive.values())
     for spot in spots(data)[:1]:
@@ -400,7 +400,7 @@ def _for_what(positions: int, filled: tuple[int, int] | None) -> str:
 
 def _positions_of(held: Iterable[Held]) -> int:
     """How many positions a cache of a length that was given to it has room for; 0 where it is none."""
-    fixed = [one for one in held if any(base == _STATIC for station in one.trail for base in station.bases)]
+    fixed = [one for one in held if one.goes_through(_STATIC)]
     # (batch, heads, positions, width)
     return max((one.shape[2] for one in fixed if len(one.shape) == 4), default=0)
 

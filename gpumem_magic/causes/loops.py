@@ -245,8 +245,12 @@ def given_back_by_the_error(scene: Scene) -> Iterator[Cause]:
             continue
         largest = max(held, key=lambda one: one.size)
         birth = scene.tensors.birth_of(largest) if scene.tensors is not None else None
-        name, own_file = name_given(birth.place.text) if birth and birth.place else "", scene.recording.own_file
-        put = scene.program.putting(name, birth.place, own_file) if birth and birth.place else None
+        place = birth.place if birth is not None else None
+        put = (
+            scene.program.putting(name_given(place.text), place, scene.recording.own_file)
+            if place is not None
+            else None
+        )
         what = f"made by {made_at(scene, largest)}"
         if put is not None:
             what = f"it is put into `{put[0]}` at {put[1].words} (`{put[1].shown}`)"

@@ -27,10 +27,8 @@ from gpumem_magic.units import MIB, human, shape_words
 # One part in so many of the peak is worth a word, from so many bytes on.
 _SHARE, _LEAST = 4, 16 * MIB
 _OF_A_SORT = 3
-_FILLED, _MATRIX = (
-    frozenset({"ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros"}),
-    2,
-)
+_FILLED = frozenset({"ones", "zeros", "full", "ones_like", "zeros_like", "full_like", "new_ones", "new_zeros"})
+_MATRIX = 2
 _ROWS = frozenset({"index", "index_select", "embedding"})
 # Of a unit matrix, one row in so many.
 _FEW = 4

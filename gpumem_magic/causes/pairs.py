@@ -13,8 +13,7 @@ import torch
 from gpumem_magic.causes.alike import Alike, bytes_of, made_by, numbers_alive, size_words, squeezed, taken_in_by
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.devices.base import Birth
-from gpumem_magic.looks.parsing import parsed, parsed_expression
-from gpumem_magic.owners.model import Held
+from gpumem_magic.looks.parsing import expression_of, parsed, parsed_expression
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -127,7 +126,7 @@ def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
 
 def _is_on_the_way(expression: str) -> bool:
     """Whether it is an `einsum` of three operands or more that sums over something: its result is smaller than all pairs."""
-    node = _tree(expression) if _EINSUM.match(expression) else None
+    node = expression_of(expression) if _EINSUM.match(expression) else None
     if not isinstance(node, ast.Call) or len(node.args) <= 1 + _PAIR:
         return False
     letters = node.args[0].value if isinstance(node.args[0], ast.Constant) else ""
@@ -272,16 +271,12 @@ def _rank_of_features(birth: Birth) -> int:
 def _rank_of_weights(scene: Scene, birth: Birth) -> int:
     """The length that two weights have in common whose product is far larger than both, as adapters of a low rank have it; else
     0. (Of tables that are looked up, the product is one of all rows.)"""
-    weights = {one.shape for one in scene.held if one.kind == "parameter" and not _is_a_table(one)}
+    weights = {one.shape for one in scene.held if one.kind == "parameter" and not one.goes_through(_TABLE)}
     first, second = (shape for shape, _ in birth.inputs[:2])
     if len(first) != 2 or len(second) != 2 or not all(weights & {shape, shape[::-1]} for shape in (first, second)):
         return 0
     rank = first[1]
     return rank if _LOW * rank <= min(first[0], second[1]) else 0
-
-
-def _is_a_table(one: Held) -> bool:
-    return any(_TABLE in station.bases for station in one.trail)
 
 
 def is_in_parts(scene: Scene, alike: Alike) -> bool:
@@ -319,7 +314,7 @@ def is_repeated(scene: Scene, alike: Alike) -> bool:
 
 def operands(expression: str) -> list[str]:
     """The two operands of an expression in its own words: ``a - b``, ``a.sub(b)``, ``f(a, b)``; [] for another one."""
-    node = _tree(expression)
+    node = expression_of(expression)
     found: list[ast.expr] = []
     if isinstance(node, ast.BinOp):
         found = [node.left, node.right]
@@ -331,10 +326,3 @@ def operands(expression: str) -> list[str]:
         found = [*(one for one in of if ast.unparse(one).rpartition(".")[2] not in modules), *node.args][:2]
     words = [ast.unparse(one) for one in found]
     return words if len(words) == 2 and max(map(len, words)) <= _MOST_NAMES else []
-
-
-def _tree(expression: str) -> ast.expr | None:
-    try:
-        return parsed_expression(expression)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return None

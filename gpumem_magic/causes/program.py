@@ -45,7 +45,7 @@ from gpumem_magic.recording.model import Checkpoint
 _CELLS = 50
 _FILES = 40
 _LINES = 5000
-HOOKS = re.compile(r"register_\w*hook$")
+_HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
 _BACKWARD = re.compile(r"backward\(")
 
@@ -319,14 +319,14 @@ class ProgramText:
 
     def hook_of(self, place: Written) -> Written | None:
         """The statement that registers, as a hook, the function in which a statement stands."""
-        if registers_lambda(place.statement):
+        if _registers_lambda(place.statement):
             return place
         theirs = (one for one in self.mentioning("def ") if one.where == place.where)
         names = {name for one in theirs for name in one.around(place.line - one.ahead)}
         for one in self.mentioning("register", "hook") if names else ():
             for node in one.everywhere:
                 for call in ast.walk(node):
-                    if isinstance(call, ast.Call) and HOOKS.match(last_name(call.func)):
+                    if isinstance(call, ast.Call) and _HOOKS.match(last_name(call.func)):
                         given = {
                             last_name(part) for part in ast.walk(call) if isinstance(part, (ast.Name, ast.Attribute))
                         }
@@ -431,7 +431,7 @@ def _is_global(one: Text, name: str) -> bool:
     )
 
 
-def registers_lambda(statement: str) -> bool:
+def _registers_lambda(statement: str) -> bool:
     calls = (
         node
         for top in statements_in(textwrap.dedent(statement))
@@ -439,7 +439,7 @@ def registers_lambda(statement: str) -> bool:
         if isinstance(node, ast.Call)
     )
     return any(
-        HOOKS.match(last_name(one.func)) and any(isinstance(arg, ast.Lambda) for arg in one.args) for one in calls
+        _HOOKS.match(last_name(one.func)) and any(isinstance(arg, ast.Lambda) for arg in one.args) for one in calls
     )
 
 

@@ -64,8 +64,7 @@ def without_checkpointing(scene: Scene) -> Iterator[Cause]:
 
 def _is_of_transformers(one: Held) -> bool:
     """Whether one of transformers' models, which have a switch for it, has the parameter, in an object with a name."""
-    model = any(_MODEL in at.bases for at in one.trail)
-    return model and MODULE in one.trail[0].bases and quoted(one.trail[0].place).startswith("`")
+    return one.goes_through(_MODEL) and MODULE in one.trail[0].bases and quoted(one.trail[0].place).startswith("`")
 
 
 def checkpointed_whole(scene: Scene) -> Iterator[Cause]:

@@ -97,14 +97,12 @@ def unused_of_several(scene: Scene) -> Iterator[Cause]:
         # (What ran by a name that leads to no model now may be one of them.)
         return
     for container, models in its.items():
-        idle = [
-            one
+        resting = [
+            [one for one in held if (one.device, one.address) not in scene.holdings.optimized]
             for model, held in models.items()
-            if model not in ran and all(each.kind in ("parameter", "buffer") for each in held)
-            for one in held
-            if (one.device, one.address) not in scene.holdings.optimized
+            if model not in ran and all(one.kind in ("parameter", "buffer") for one in held)
         ]
-        count = len({one.trail and next(each.place for each in one.trail if MODULE in each.bases) for one in idle})
+        count, idle = sum(map(bool, resting)), [one for held in resting for one in held]
         if count < _SEVERAL or container.partition("[")[0] not in scene.mentioned:
             continue
         if size_of(idle) < scene.part_of_peak(4):

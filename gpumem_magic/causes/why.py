@@ -33,7 +33,7 @@ from gpumem_magic.looks import tensors
 from gpumem_magic.looks.fresh import only_deleted
 from gpumem_magic.looks.objects import attribute, entry, is_a, items, text
 from gpumem_magic.owners.holders import holders
-from gpumem_magic.owners.model import Holdings, where_it_failed
+from gpumem_magic.owners.model import NAMELESS, Holdings, where_it_failed
 from gpumem_magic.owners.running import RunningFunction, running_functions
 from gpumem_magic.owners.saved import Saved, saved_in_graph
 from gpumem_magic.owners.search import find_owners
@@ -51,8 +51,6 @@ _HOLDS = 5000
 _KEEPERS = {"graph": KEPT_BY_GRAPH}
 # So many cells before this one are read for where a variable came from.
 _CELLS = 50
-# One part in so many of what is allocated is worth a search through the garbage.
-_SHARE = 20
 # Bytes that the last search found no owner for, by place.
 _known_lost: dict[Place, int] = {}
 
@@ -240,7 +238,7 @@ class Why:
     def _worth_a_search(self, missing: Mapping[Place, int], allocated: int) -> bool:
         """Whether so much is held by no name that all of Python's objects are looked through for reference cycles."""
         fresh = sum(size for place, size in missing.items() if _known_lost.get(place) != size)
-        return fresh >= max(LEAST, allocated // _SHARE)
+        return fresh >= max(LEAST, allocated // NAMELESS)
 
     def _watch_first_backward(self, positions: Any) -> None:
         for place in (torch.autograd.graph, torch.autograd):

@@ -7,7 +7,7 @@ from math import prod
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import module_of, quoted
-from gpumem_magic.owners.model import Held, size_of
+from gpumem_magic.owners.model import size_of
 from gpumem_magic.report.model import OF_A_MODEL, Cause
 from gpumem_magic.units import human, shape_words
 
@@ -23,7 +23,7 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
     """It, its gradient and an optimizer's states."""
     weights = [one for one in scene.held if one.kind == "parameter"]
     largest = max(weights, key=lambda one: one.size, default=None)
-    if largest is None or not (_is_of(largest, _LINEAR) or _is_of(largest, _BILINEAR)):
+    if largest is None or not (largest.goes_through(_LINEAR) or largest.goes_through(_BILINEAR)):
         return
     model = module_of(largest)
     its = [one for one in weights if module_of(one) == model]
@@ -35,7 +35,7 @@ def one_weight(scene: Scene) -> Iterator[Cause]:
     alone = sum(one.requested == largest.requested for one in weights) == 1
     if not alone or 100 * largest.size < _NEARLY_ALL * size_of(its) or width < out or len(its) == 1:
         return
-    pairs = _is_of(largest, _BILINEAR)
+    pairs = largest.goes_through(_BILINEAR)
     if _SHARE * size_of(there) < scene.report.peak.allocated or not (pairs or _is_a_flattened_image(scene, width)):
         return
     kinds = {scene.labels[one.index].category for one in there}
@@ -59,7 +59,3 @@ def _is_a_flattened_image(scene: Scene, width: int) -> bool:
     """Whether an image, or a layer's channels of one, has so many numbers."""
     shapes = (birth.shape for _, birth in scene.births)
     return any(shape is not None and len(shape) >= _IMAGES and prod(shape[1:]) == width for shape in shapes)
-
-
-def _is_of(one: Held, kind: str) -> bool:
-    return any(kind in station.bases for station in one.trail)

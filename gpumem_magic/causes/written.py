@@ -13,9 +13,9 @@ from gpumem_magic.causes.statements import FUNCTIONS, LOOPS, gives, last_name, m
 from gpumem_magic.looks.parsing import parsed
 
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
-SHORT = 60
+_SHORT = 60
 _ADDING_ONE = frozenset({"append", "appendleft", "add", "push"})
-Node = TypeVar("Node", bound=ast.AST)
+_Node = TypeVar("_Node", bound=ast.AST)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Written:
     def shown(self) -> str:
         """The statement, its first line, cut where it is long."""
         line = self.statement.strip().partition("\n")[0]
-        return line if len(line) <= SHORT else f"{line[: SHORT - 1]}…"
+        return line if len(line) <= _SHORT else f"{line[: _SHORT - 1]}…"
 
 
 class StillToRun(NamedTuple):
@@ -193,7 +193,7 @@ def _simple(body: Iterable[ast.AST], counts: bool, found: list[ast.stmt]) -> Non
             found.append(node)
 
 
-def nodes_in(one: Text, kind: type[Node]) -> list[Node]:
+def nodes_in(one: Text, kind: type[_Node]) -> list[_Node]:
     return [node for top in one.tree.body for node in ast.walk(top) if isinstance(node, kind)]
 
 
@@ -218,4 +218,4 @@ def put_into(statement: str) -> str:
     if not isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Call)):
         return ""
     words = ast.unparse(value)
-    return words if len(words) <= SHORT else ""
+    return words if len(words) <= _SHORT else ""

@@ -139,13 +139,14 @@ class _FlowReader(KeyReader):
         self._wording = Wording(tree, self._keyed)
         self._swallowing = swallowing(tree)
         self._raised_by = raised_by if not warnings_are_errors(tree) else raised_or_warned
+        handling = list(handling_logs(tree))
         self._noted = [
             one.func.value
-            for handling in handling_logs(tree)
-            for one in calls(handling)
+            for function in handling
+            for one in calls(function)
             if called(one) == "append" and isinstance(one.func, ast.Attribute)
         ]
-        self._told_of_logs = any(self._wording.works(one.body) is None for one in handling_logs(tree))
+        self._told_of_logs = any(self._wording.works(one.body) is None for one in handling)
         self._streams = streams(tree)
 
     def found(self) -> FileFlows:

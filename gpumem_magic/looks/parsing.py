@@ -24,6 +24,14 @@ def parsed_expression(source: str) -> ast.expr:
         return ast.parse(source, mode="eval").body
 
 
+def expression_of(source: str) -> ast.expr | None:
+    """The same, None where the text is no expression, or not all of one."""
+    try:
+        return parsed_expression(source)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
 @contextmanager
 def _without_a_word() -> Iterator[None]:
     with warnings_remembered(), warnings.catch_warnings():

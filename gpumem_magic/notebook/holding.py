@@ -13,12 +13,10 @@ from IPython.core.error import UsageError
 
 from gpumem_magic.notebook.devices import machine_in_use
 from gpumem_magic.notebook.holding_text import SHOWN, details, freed_text, summary, tree, unknown_name
-from gpumem_magic.owners.model import FREEABLE
+from gpumem_magic.owners.model import FREEABLE, NAMELESS
 from gpumem_magic.views.sheet import show
 
 _DEPTH = 3
-# Where no name holds one part in so many of the memory, reference cycles are looked for unasked.
-_MUCH = 20
 
 
 def who(shell: Any, options: argparse.Namespace) -> None:
@@ -31,7 +29,7 @@ def who(shell: Any, options: argparse.Namespace) -> None:
 
     def look_for_cycles(missing: Mapping[tuple[int, int], int], allocated: int) -> bool:
         nonlocal looked
-        looked |= _MUCH * sum(missing.values()) >= allocated
+        looked |= NAMELESS * sum(missing.values()) >= allocated
         return bool(looked)
 
     holdings = find_owners(machine, shell.user_ns, shell, cycles=look_for_cycles)

@@ -12,6 +12,8 @@ from gpumem_magic.owners.graph import HoldGraph
 from gpumem_magic.snapshot.timeline import Allocation
 
 # What can be let go of without touching a variable, in this order.
+# Where no name holds one part in so many of the memory, reference cycles are looked for unasked.
+NAMELESS = 20
 FREEABLE = ("traceback", "out", "cycles", "cache")
 FREE_TRACEBACK = "%gpumem_free traceback"
 # The root of the error that is on its way out now: it goes by itself, once nobody looks at it.
@@ -89,7 +91,11 @@ class Held:
     @property
     def in_traceback(self) -> bool:
         """Whether it lies in a function that an error left, whose local variables nobody can assign to any more."""
-        return any(TRACEBACK in station.bases for station in self.trail)
+        return self.goes_through(TRACEBACK)
+
+    def goes_through(self, kind: str) -> bool:
+        """Whether an object of this class, or of one below it, is on the way to it."""
+        return any(kind in station.bases for station in self.trail)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from types import BuiltinFunctionType, CodeType, FrameType, TracebackType
 import torch
 
 from gpumem_magic.looks.objects import attribute, entry, locals_of, name_of_class, text, traceback_of
-from gpumem_magic.looks.parsing import parsed, parsed_expression
+from gpumem_magic.looks.parsing import expression_of, parsed
 from gpumem_magic.looks.tensors import COMPILED, is_module, modules_in
 
 _CALLS = "_call_impl"
@@ -148,10 +148,7 @@ def _at(code: CodeType, instruction: int, line: int) -> ast.AST | None:
 
 def _parsed(text: str) -> ast.AST | None:
     """One expression, which may go over lines, or an assignment such as ``x += y``."""
-    try:
-        return parsed_expression(f"(\n{text}\n)")
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return _parsed_statement(text)
+    return expression_of(f"(\n{text}\n)") or _parsed_statement(text)
 
 
 def _parsed_statement(text: str) -> ast.AST | None:

@@ -260,12 +260,12 @@ class KnownEngine(ComputingEngine):
         # Of what lies around it, as much is known as before.
         placement = self._placed_and_known(tensor)
         if placement is not None and not isinstance(placement.twin, Uniform):
-            with self.lock, torch._C.DisableTorchFunction(), host_keys():
+            with self.lock, no_functions(), host_keys():
                 self.twins.view(tensor).copy_(host)
             placement.sure = placement.sure and sure
 
     def _have(self, tensor: VirtualTensor, host: torch.Tensor, sure: bool = True, supplied: bool = False) -> None:
-        with self.lock, torch._C.DisableTorchFunction(), host_keys():
+        with self.lock, no_functions(), host_keys():
             placement = self.twins.placement(tensor)
             placement.put(None)
             self.twins.keep(tensor, host.detach(), (host,))
@@ -351,7 +351,7 @@ class KnownEngine(ComputingEngine):
         What does not go together for other reasons (shapes, types) is refused before a kernel runs, and said instead.
         """
         assert way.refuses is not None
-        with self.lock, torch._C.DisableTorchFunction(), host_keys():
+        with self.lock, no_functions(), host_keys():
             error = refused_values.refusal(func, way.refuses, self._looked_through, args, kwargs)
         if error is None:
             return
@@ -428,7 +428,7 @@ class KnownEngine(ComputingEngine):
             return False
         found = _Arguments(written)
         shape: Shape | None = None
-        with self.lock, torch._C.DisableTorchFunction(), host_keys():
+        with self.lock, no_functions(), host_keys():
             for leaf in of_no_matter:
                 found.given[id(leaf)] = _aten.zeros.default((), dtype=leaf.dtype)
             for leaf in read:
@@ -450,7 +450,7 @@ class KnownEngine(ComputingEngine):
         done = self._attempt(found, func, *uniform.for_one(func, args, kwargs), device)
         if done is None or type(done[1]) is not torch.Tensor or done[1].dtype is not out.dtype:
             return False
-        with self.lock, torch._C.DisableTorchFunction(), host_keys():
+        with self.lock, no_functions(), host_keys():
             equal = uniform.element_of(done[1])
             if equal is None:
                 return shape is not None and self._have_triangle(out, done[1].reshape(-1), shape, found.supplied)
