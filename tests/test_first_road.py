@@ -21,7 +21,7 @@ from gpumem_magic.devices.base import DeviceError
 from gpumem_magic.report.model import Row
 from gpumem_magic.units import MIB
 from gpumem_magic.user_report import Report
-from gpumem_magic.virtual.engine import engine
+from gpumem_magic.virtual.engine import rules
 from gpumem_magic.virtual.operators import reductions
 
 SETUP = """
@@ -222,7 +222,7 @@ def test_bert_large_as_measured_by_others(monkeypatch: pytest.MonkeyPatch) -> No
     """
     whole = in_tensors(bert_large_for_two_steps())
     for function in (*reductions.KERNELS, torch.ops.aten._softmax_backward_data.default):
-        monkeypatch.delitem(engine.BESIDE, function)
+        monkeypatch.delitem(rules.BESIDE, function)
     of = bert_large_for_two_steps()
     check_conservation(of)
     assert round(of.peak.categories["parameters"] / MIB) == 1278

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch_versions import TORCH
 
 from gpumem_magic.virtual import gpu
-from gpumem_magic.virtual.engine.engine import SPECIAL
+from gpumem_magic.virtual.engine.rules import SPECIAL
 from gpumem_magic.virtual.operators import made_of_others
 
 ROWS, COLUMNS = 512, 1024

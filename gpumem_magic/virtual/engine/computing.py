@@ -13,12 +13,13 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import kernel_rules
 from gpumem_magic.virtual.engine.calls import is_made_of_others
-from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, SPECIAL, Engine
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.host_calls import EQUIVALENT, OF_SPARSE, HostCall, host_keys, refuse_to_compute
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import written_arguments
 from gpumem_magic.virtual.engine.random import DeviceRandom
 from gpumem_magic.virtual.engine.refusals import refuse_to_hold
+from gpumem_magic.virtual.engine.rules import COMPRESSED, SPARSE, SPECIAL
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary
 from gpumem_magic.virtual.engine.twins import Twins, leaves, on_host

@@ -6,7 +6,6 @@ without a virtual tensor, and without a device argument that means one, runs as 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -15,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -55,25 +54,18 @@ from gpumem_magic.virtual.engine.away import Away
 from gpumem_magic.virtual.engine.births import Births, Call
 from gpumem_magic.virtual.engine.calls import (
     device_among,
-    giving,
     inference_of,
     is_made_of_others,
-    may_allocate,
-    may_resize,
     node_now,
     run_in_parts,
-    shaped_like,
     sparse_layout,
     users_line,
     with_constants,
-    write_by_others,
-    writes_by_others,
-    writes_first,
 )
 from gpumem_magic.virtual.engine.functions import Heard
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.host_checks import refused_by_host
-from gpumem_magic.virtual.engine.kernel_types import may_refuse, refuse_types
+from gpumem_magic.virtual.engine.kernel_types import refuse_types
 from gpumem_magic.virtual.engine.layouts import as_kernels_lay, layout_of, layout_of_written
 from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import (
@@ -100,67 +92,15 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.out_of_bounds import refuse_out_of_bounds
 from gpumem_magic.virtual.engine.overlaps import (
-    may_not_meet,
     refuse_itself,
     refuse_overlaps,
     refuse_written,
-    writes_once,
-    written_apart,
 )
 from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
+from gpumem_magic.virtual.engine.rules import COMPRESSED, SPARSE, TRACED, Met, meet, writing_each
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import ENGINES, OTHERWISE, VirtualTensor, is_ordinary, plain_meta, plainly
-
-SPECIAL: dict[Any, Callable[..., Any]] = {}
-# The same for operators with a sparse tensor among their arguments, in coordinate and in compressed form; those that are not here
-# are refused.
-SPARSE: dict[Any, Callable[..., Any]] = {}
-COMPRESSED: dict[Any, Callable[..., Any]] = {}
-# What kernels take once their result is there: rules ``rule(engine, func, args, kwargs, out, device)``, which return the bytes of
-# the blocks that are held until the kernel ends; or `Kernels`, where they follow from the arguments' looks and the card, and are
-# asked for once. With `special`: ``@special(*functions, table=BESIDE)``.
-BESIDE: dict[Any, Callable[..., Sequence[int] | Kernels]] = {}
-# Operators of which some results are on the host, where the fake mode has all on the device: rules
-# ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
-ON_HOST: dict[Any, Callable[..., Any]] = {}
-# Operators that a trace of TorchScript's leaves out, since it has those that they call in C++: rules like handlers, which see to
-# that. Others come here when they were recorded, and the trace waits.
-TRACED: dict[Any, Callable[..., Any]] = {}
-# When an operator with a rule is like any other, and the rule would do nothing but run it: ``plain(engine, args, kwargs)``. By
-# looks: where that follows from how the arguments look.
-PLAIN: dict[Any, Callable[..., bool]] = {}
-PLAIN_BY_LOOKS: set[Any] = set()
-# Where it follows from that outside of backward passes, unless kernels are asked to be deterministic.
-OUTSIDE_BACKWARD: set[Any] = set()
-
-
-def special(
-    *functions: Any,
-    table: dict[Any, Callable[..., Any]] = SPECIAL,
-    plain: Callable[..., bool] | None = None,
-    by_looks: bool = False,
-    outside_backward: bool = False,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers ``handler(engine, func, args, kwargs, device)``, which runs in the place of these operators.
-
-    `Engine.run` makes the results as it does for all others; `Engine.scratch` is memory that the kernel holds while it runs.
-    plain, by_looks, outside_backward: see `PLAIN`; it is asked at each call, and has to be quick.
-    """
-
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
-        for function in functions:
-            table[function] = handler
-            if plain is not None:
-                PLAIN[function] = plain
-            if by_looks:
-                PLAIN_BY_LOOKS.add(function)
-            if outside_backward:
-                OUTSIDE_BACKWARD.add(function)
-        return handler
-
-    return register
-
 
 _DETACH, _AS_STRIDED = aten.detach.default, aten.as_strided.default
 _LIKE_ANOTHER = frozenset(
@@ -171,67 +111,6 @@ _LIKE_ANOTHER = frozenset(
 )
 # What the body of an operator that the program wrote may raise on a card, too.
 _PROGRAMS_OWN = torch.OutOfMemoryError, ValueError, AssertionError
-
-
-class Met(NamedTuple):
-    """What is true of each call of an operator: the rules for it, and what it does with memory.
-
-    parts: what runs the others that it is made of, if it is. again: whether its results and its memory are the same for all
-    arguments that look alike, unless `plain` says no.
-    body: what an operator of the program's own runs. takes_after: whether a library takes memory after it. asks: whether `plain`
-    may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
-    stays_apart, once, apart: see `may_not_meet`, `writes_once`, `written_apart`.
-    like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
-    has_types: whether its kernel takes some types alone (`kernel_types`). assigns: whether it assigns to parts (`filled`).
-    """
-
-    func: Any
-    handler: Callable[..., Any] | None
-    parts: Callable[..., Any] | None
-    on_host: Callable[..., Any] | None
-    allocates: bool
-    resizes: bool
-    beside: Callable[..., Sequence[int] | Kernels] | None
-    again: bool
-    plain: Callable[..., bool] | None
-    body: Callable[..., Any] | None
-    takes_after: bool
-    asks: bool
-    writes: bool
-    stays_apart: bool
-    like: Any
-    once: bool
-    apart: tuple[str, ...]
-    has_types: bool
-    assigns: bool
-
-
-@functools.cache
-def _writing_each() -> frozenset[int]:
-    """The ids of the operators that write to lists of tensors, and whose kernels count that as a new version of each.
-
-    Autograd refuses what it saved of an older one. `increment_version` is in ATen/native/cuda/Foreach*.cu, and not for these
-    three (2.6, 2.11 and 2.13 were run); nor do optimizers' fused kernels count.
-    """
-    silent = overloads("_foreach_zero_ _foreach_lerp_.Scalar _foreach_lerp_.ScalarList")
-    packets = [getattr(aten, name) for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
-    each = [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
-    return frozenset(id(one) for one in each if one not in silent)
-
-
-def _beside_of_result(func: Any) -> Callable[..., Any] | None:
-    """The rule of the operator that gives what this one writes into ``out=``: one kernel does both."""
-    like = giving(func)
-    rule = BESIDE.get(like)
-    if rule is None:
-        return None
-    written = {argument.name for argument in func._schema.arguments if argument.is_out}
-
-    def beside(engine: Any, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> Any:
-        others = {name: value for name, value in kwargs.items() if name not in written}
-        return rule(engine, like, args, others, out, device)
-
-    return beside
 
 
 class Engine:
@@ -279,7 +158,7 @@ class Engine:
         self.attend: Callable[..., Any] = _no_attention
         # By the operator's `id`: PyTorch's own hash of it is Python's, and takes longer than looking it up.
         self._met: dict[int, Met] = {}
-        self._writing_each = _writing_each()
+        self._writing_each = writing_each()
         ENGINES.add(self)
 
     # ---- tensors
@@ -552,32 +431,7 @@ class Engine:
         return self.run(func, args, kwargs, device)
 
     def _meet(self, func: Any) -> Met:
-        allocates, handler, plain = may_allocate(func), SPECIAL.get(func), PLAIN.get(func)
-        resizes = not allocates and may_resize(func)
-        parts = run_in_parts if is_made_of_others(func) else write_by_others if writes_by_others(func) else None
-        on_host, body = ON_HOST.get(func), kernel_rules.body_of(func)
-        again = (handler is None or plain is not None) and on_host is None and not (parts or resizes or body)
-        met = self._met[id(func)] = Met(
-            func,
-            handler,
-            parts,
-            on_host,
-            allocates,
-            resizes,
-            BESIDE.get(func) or (_beside_of_result(func) if resizes else None),
-            again,
-            plain,
-            body,
-            self.memory.takes_after(func),
-            plain is not None and func not in PLAIN_BY_LOOKS,
-            not allocates and writes_first(func),
-            may_not_meet(func),
-            shaped_like(func) if resizes and handler is None else None,
-            writes_once(func),
-            written_apart(func),
-            may_refuse(func),
-            func in filled.ASSIGN,
-        )
+        met = self._met[id(func)] = meet(func, self.memory.takes_after(func))
         return met
 
     def again(

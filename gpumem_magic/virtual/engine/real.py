@@ -32,7 +32,6 @@ from gpumem_magic.virtual.engine.computing import (
     runs_in_parts,
     touches_values,
 )
-from gpumem_magic.virtual.engine.engine import OUTSIDE_BACKWARD, Met
 from gpumem_magic.virtual.engine.functions import FunctionCalls, Heard, HostCopy, Shortcut, ViewCall, may_write, spread
 from gpumem_magic.virtual.engine.host_calls import (
     FactoryCall,
@@ -48,6 +47,7 @@ from gpumem_magic.virtual.engine.memory import Memory
 from gpumem_magic.virtual.engine.mismatch import refuse_without_kernel
 from gpumem_magic.virtual.engine.modes import DEVICE_QUERY, META, STATE, cuda, pushed, seen_by_others, undisturbed
 from gpumem_magic.virtual.engine.refusals import CannotRun
+from gpumem_magic.virtual.engine.rules import OUTSIDE_BACKWARD, Met
 from gpumem_magic.virtual.engine.sequences import Handed, Made, OperatorSequence, OperatorStep, SequenceListener
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, is_ordinary

@@ -12,9 +12,10 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.host_calls import equivalent
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import special
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:

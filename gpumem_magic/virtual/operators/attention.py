@@ -28,10 +28,11 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.units import listed
 from gpumem_magic.virtual.card.generations import wheels
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, ON_HOST, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.mismatch import type_of_c
 from gpumem_magic.virtual.engine.modes import ThreadFlag, because
+from gpumem_magic.virtual.engine.rules import BESIDE, ON_HOST, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 

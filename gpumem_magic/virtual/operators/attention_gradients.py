@@ -16,8 +16,9 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 
 _FLOAT = 4
 # Of a block of the query's gradient: a lock, a counter, and room up to 16 bytes.

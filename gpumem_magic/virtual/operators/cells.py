@@ -13,8 +13,9 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # Beside the three gates, a GRU keeps its state, and what of it goes into the new one.

@@ -18,8 +18,9 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, values
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE, ThreadFlag
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, all_attributes, engine_of
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
 

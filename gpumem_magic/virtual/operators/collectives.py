@@ -16,8 +16,9 @@ import torch
 
 from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.virtual.engine import exchanged, values
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.host_calls import equivalent, host_keys
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.engine.twins import leaves, mapped
 

@@ -16,11 +16,12 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import sparse_of
-from gpumem_magic.virtual.engine.engine import COMPRESSED, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.refusals import cannot_run
+from gpumem_magic.virtual.engine.rules import COMPRESSED, special
 from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.compressed_parts import IN_BLOCKS, is_compressed, made, parts
 from gpumem_magic.virtual.operators.compressing import flipped

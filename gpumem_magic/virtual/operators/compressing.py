@@ -17,8 +17,9 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of
-from gpumem_magic.virtual.engine.engine import COMPRESSED, SPARSE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import COMPRESSED, SPARSE, special
 from gpumem_magic.virtual.operators.compressed_parts import BY_ROWS, FLIPPED, IN_BLOCKS, made, parts
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed, found_among

@@ -22,10 +22,11 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, TRACED, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import BESIDE, TRACED, special
 from gpumem_magic.virtual.operators.convolution_layouts import (
     Look,
     forward_runs_with_last,

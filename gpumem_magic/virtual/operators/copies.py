@@ -18,9 +18,10 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.engine.strides import lies_in_one_row, like_channels_last
 from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of

@@ -13,7 +13,8 @@ from typing import Any
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.rules import special
 
 _FLOAT = 4
 _HEAD, _HEAD_OF_PARTS = 256, 128

@@ -18,10 +18,11 @@ from gpumem_magic.virtual.engine import shares, supplied, values
 from gpumem_magic.virtual.engine.arguments import refuse_lengths_of_ctc
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.few import Exactly, Surely
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, together
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import index_lists
 from gpumem_magic.virtual.operators.copies import staged_bytes

@@ -11,10 +11,11 @@ from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of, users_line
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.host_calls import host_keys
 from gpumem_magic.virtual.engine.mismatch import in_full_precision
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.operators import cusolver
 from gpumem_magic.virtual.operators.linear_algebra import CODE, batch_of, by_cusolver, look_at_codes, results_in_order
 

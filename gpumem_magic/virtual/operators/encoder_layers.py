@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import engine_of, is_ordinary
 from gpumem_magic.virtual.operators import attention
 from gpumem_magic.virtual.operators.nested_tensors import NestedOnDevice

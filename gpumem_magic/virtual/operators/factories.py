@@ -20,7 +20,7 @@ from gpumem_magic.looks.warned import warnings_remembered
 from gpumem_magic.patching import Patches, behind_relays
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.host_calls import FactoryCall
 from gpumem_magic.virtual.engine.mismatch import check_generator, scalar_name
 from gpumem_magic.virtual.engine.modes import (
@@ -38,6 +38,7 @@ from gpumem_magic.virtual.engine.modes import (
 )
 from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.refusals import refuse_device, refuse_fork, refuse_to_hold
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, plain_meta
 from gpumem_magic.virtual.operators import growing, jagged, nested_tensors
 from gpumem_magic.virtual.operators.sorting import hold_for_shuffle

@@ -22,8 +22,9 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.units import round_up
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import special
 
 _MOST_AT_ONCE = 3
 

@@ -17,9 +17,10 @@ import torch
 from torch._C import _storage_Use_Count
 
 from gpumem_magic.virtual.engine.calls import node_now
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.node_numbers import none_of_the_programs
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import is_ordinary
 from gpumem_magic.virtual.operators.attention import is_mask_added
 from gpumem_magic.virtual.operators.sorting import is_dense

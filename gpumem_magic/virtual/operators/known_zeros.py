@@ -15,7 +15,8 @@ import torch
 
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.rules import special
 
 
 @special(_aten._efficientzerotensor.default)

@@ -14,8 +14,9 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.alike import Kernels
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, refuse_other_types, together
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 
 _NONE, _MEAN = 0, 1
 

@@ -14,7 +14,8 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.operators.sorting import is_dense
 
 _PRODUCTS: dict[Any, tuple[int, int]] = {

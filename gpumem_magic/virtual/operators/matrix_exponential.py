@@ -15,8 +15,9 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.operators.data_dependent import _placed
 
 # Up to which norm the polynomials of the degrees 1, 2, 4, 8, 12 and 18 are exact.

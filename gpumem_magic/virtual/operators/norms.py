@@ -11,10 +11,11 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, scalar_name
 from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.engine.strides import like_channels_last
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded

@@ -12,7 +12,8 @@ from typing import Any
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 

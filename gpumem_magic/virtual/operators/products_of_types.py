@@ -11,9 +11,10 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.host_calls import equivalent
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.operators.data_dependent import _placed
 
 _PRODUCT_OF = {

@@ -27,8 +27,9 @@ import torch.backends.cudnn.rnn as cudnn_rnn
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.units import MIB, round_up
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import origin, pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import cells
 

@@ -16,9 +16,10 @@ import torch
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.alike import Kernels
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.engine.strides import in_one_piece, lies_in_one_row
 
 _aten = torch.ops.aten

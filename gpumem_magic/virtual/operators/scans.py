@@ -12,8 +12,9 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.positions import blocks_in_turn
 from gpumem_magic.virtual.operators.sorting import is_dense

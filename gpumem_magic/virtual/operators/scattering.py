@@ -14,8 +14,9 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE, pushed
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.operators.written_gradients import IN_PLACE, writes_into_zeros
 
 _BY_LIST = overloads("index_add index_add_ index_copy index_copy_")

@@ -11,8 +11,9 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import copies_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 
 
 @special(_aten.searchsorted.Tensor, _aten.bucketize.Tensor, table=BESIDE)

@@ -6,8 +6,9 @@ from typing import Any
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.mismatch import in_full_precision
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.operators import cusolver
 from gpumem_magic.virtual.operators.linear_algebra import (
     ADDRESS,

@@ -18,10 +18,11 @@ from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.calls import bytes_of
-from gpumem_magic.virtual.engine.engine import BESIDE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
 from gpumem_magic.virtual.engine.mismatch import refuse_mask_of_numbers
 from gpumem_magic.virtual.engine.modes import STATE
+from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.engine.strides import in_order
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators import growing, index_lists, reductions

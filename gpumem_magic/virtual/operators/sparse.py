@@ -17,9 +17,10 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import bytes_of, sparse_of
-from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices
 from gpumem_magic.virtual.engine.modes import pushed
+from gpumem_magic.virtual.engine.rules import SPARSE, special
 from gpumem_magic.virtual.operators import cusparse
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _blank, _placed, found_among

@@ -16,7 +16,8 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import SPARSE, Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.rules import SPARSE, special
 from gpumem_magic.virtual.operators.cub import cub_of
 from gpumem_magic.virtual.operators.data_dependent import _placed
 from gpumem_magic.virtual.operators.shapes import empty_like

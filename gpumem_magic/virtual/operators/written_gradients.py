@@ -16,9 +16,10 @@ import torch
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import node_now
-from gpumem_magic.virtual.engine.engine import Engine, special
+from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.overlaps import meets_itself
+from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 
 # What C++ calls for subclasses, and for others.
