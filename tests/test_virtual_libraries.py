@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import importlib
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -486,6 +488,27 @@ def test_a_model_loaded_in_4_bits_trains_with_lora(bits: Any, tmp_path: Path) ->
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert trained
     assert all(parameter.grad is not None for parameter in trained)
+
+
+def test_an_import_of_bitsandbytes_shows_no_traceback_for_want_of_its_kernels(tmp_path: Path) -> None:
+    package = tmp_path / "bitsandbytes"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "cextension.py").write_text(
+        "import logging\n"
+        "log = logging.getLogger(__name__)\n"
+        "log.error('bitsandbytes library load error: libcublas.so.13: cannot open shared object file')\n"
+        "log.error('something else')\n"
+    )
+    program = (
+        "from gpumem_magic.virtual import gpu\n"
+        "gpu.turn_on('T4')\n"
+        "from bitsandbytes import cextension\n"
+        "cextension.log.error('bitsandbytes library load error: asked for')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), os.environ.get("PYTHONPATH", "")))}
+    ran = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
+    assert ran.stderr.splitlines() == ["something else", "bitsandbytes library load error: asked for"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="the real operators are tested above")

@@ -6,7 +6,10 @@ kernels allocate besides. Source: `bitsandbytes/backends/cuda/ops.py` and `backe
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -107,6 +110,22 @@ def _mixed(A: Any, CA: Any, CB: Any, SCA: Any, SCB: Any, outlier_cols: Any = Non
         weight = CB[:, :few].contiguous().to(torch.float32).to(A.dtype).t()
         out = out.addmm(outliers, weight)
     return out, outliers
+
+
+@contextmanager
+def without_its_kernels() -> Iterator[None]:
+    """For `bitsandbytes.cextension`, which looks for its kernels when it is imported, and shows a traceback where CUDA's own
+    libraries are not installed: nothing here needs them."""
+
+    def is_else(record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith("bitsandbytes library load error")
+
+    log = logging.getLogger("bitsandbytes.cextension")
+    log.addFilter(is_else)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_else)
 
 
 def prepare(module: ModuleType, patches: Patches) -> None:

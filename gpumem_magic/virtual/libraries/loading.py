@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -16,6 +17,7 @@ from gpumem_magic.virtual.engine import values
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 
 Prepare = Callable[[ModuleType, Patches], None]
+Around = Callable[[], AbstractContextManager[None]]
 
 
 def has_virtual(*arguments: Any) -> bool:
@@ -45,10 +47,14 @@ def replace_function(patches: Patches, module: ModuleType, name: str, rule: Call
 
 
 class Libraries:
-    """The libraries by their module's name, each with the functions that prepare it. A finder of `sys.meta_path`."""
+    """The libraries by their module's name, each with the functions that prepare it. A finder of `sys.meta_path`.
 
-    def __init__(self, prepare: dict[str, list[Prepare]]) -> None:
-        self._prepare = prepare
+    around: by a module's name, in what it is imported.
+    """
+
+    def __init__(self, prepare: dict[str, list[Prepare]], around: dict[str, Around]) -> None:
+        self._prepare = {**{name: [] for name in around}, **prepare}
+        self._around = around
         self._patches: Patches | None = None
 
     def install(self, patches: Patches) -> None:
@@ -81,7 +87,8 @@ class Libraries:
             return
 
         def exec_module(module: ModuleType) -> None:
-            execute(module)
+            with self._around.get(name, nullcontext)():
+                execute(module)
             self._loaded(module, name)
 
         patches.set(loader, "exec_module", exec_module)

@@ -18,7 +18,7 @@ from gpumem_magic.virtual.libraries import (
     triton_kernels,
 )
 from gpumem_magic.virtual.libraries import vision as vision  # (whose rule is registered with its import)
-from gpumem_magic.virtual.libraries.loading import Libraries, Prepare
+from gpumem_magic.virtual.libraries.loading import Around, Libraries, Prepare
 
 _PREPARE: dict[str, Prepare] = {
     "bitsandbytes.functional": bits.prepare,
@@ -44,7 +44,10 @@ _PREPARE: dict[str, Prepare] = {
     "triton.runtime.autotuner": triton_kernels.quiet("Autotuner"),
 }
 
+_AROUND: dict[str, Around] = {"bitsandbytes.cextension": bits.without_its_kernels}
+
 
 def libraries(more: dict[str, Prepare]) -> Libraries:
     """To be installed with a virtual machine, and removed with it. more: what is prepared by the machine's own parts."""
-    return Libraries({name: [one[name] for one in (_PREPARE, more) if name in one] for name in {**_PREPARE, **more}})
+    prepare = {name: [one[name] for one in (_PREPARE, more) if name in one] for name in {**_PREPARE, **more}}
+    return Libraries(prepare, _AROUND)
