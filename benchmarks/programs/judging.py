@@ -96,7 +96,8 @@ def run(
     """
     written = home / "report.json"
     if device is None:
-        module, words = "host", [script, *arguments]
+        # (By its path: the program imports none of the modules beside it.)
+        module, words = HERE / "host.py", [script, *arguments]
     else:
         module, words = "gpumem_magic.cli", ["run", "--device", device, "--json", str(written)]
         if iterations is not None:
@@ -109,7 +110,7 @@ def run(
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
         "PYTHONHASHSEED": "0",
-        "PYTHONPATH": os.pathsep.join([*packages, str(HERE), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([*packages, os.environ.get("PYTHONPATH", "")]),
     }
     began = time.perf_counter()
     with open(home / "out", "w+b") as out, open(home / "err", "w+b") as err:
@@ -119,7 +120,8 @@ def run(
                 _become(module, words, folder, environment, packages, out.fileno(), err.fileno())
         else:
             pid = subprocess.Popen(
-                [sys.executable, "-m", module, *words], cwd=folder, env={**os.environ, **environment},
+                [sys.executable, *(["-m", module] if isinstance(module, str) else [module]), *words],
+                cwd=folder, env={**os.environ, **environment},
                 stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True,
             ).pid  # fmt: skip
         status, used = _wait(pid, limit)
@@ -133,7 +135,7 @@ def run(
 
 
 def _become(
-    module: str,
+    module: str | Path,
     words: Sequence[str],
     folder: Path,
     environment: Mapping[str, str],
@@ -141,7 +143,8 @@ def _become(
     out: int,
     err: int,
 ) -> NoReturn:
-    """What the copy does: it becomes ``python -m module words``, with the program's folder, streams, and import path."""
+    """What the copy does: it becomes ``python -m module words``, or ``python file words``, with the program's folder, streams
+    and import path."""
     os.setsid()
     os.chdir(folder)
     multiprocessing.process.ORIGINAL_DIR = str(folder)
@@ -154,8 +157,9 @@ def _become(
     for name in own:
         if name != "__main__":
             del sys.modules[name]
-    sys.path[:] = ["", *packages, str(HERE), *(one for one in sys.path[1:] if one not in packages and one != str(HERE))]
-    sys.argv = [module, *words]
+    own_folders = (str(HERE), str(HERE.parent))
+    sys.path[:] = ["", *packages, *(one for one in sys.path[1:] if one not in packages and one not in own_folders)]
+    sys.argv = [str(module), *words]
     # PyTorch's own numbers begin alike in each process; so that those of Python and NumPy do, too.
     random.seed(0)
     np.random.seed(0)
@@ -165,7 +169,10 @@ def _become(
             stream.reconfigure(write_through=True)
     status = 0
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if isinstance(module, str):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(module), run_name="__main__")
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
