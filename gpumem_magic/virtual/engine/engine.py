@@ -44,6 +44,7 @@ from gpumem_magic.virtual.engine import (
     kernel_rules,
     older_functions,
     padded,
+    running_ends,
     supplied,
     views_anew,
     waiting,
@@ -242,6 +243,8 @@ class Engine:
         """What one of `OTHERWISE` gives where the device runs it in another way; else None (False after an assignment)."""
         if func is torch.Tensor.__setitem__:
             return indexing.assigned_from_host(*args)
+        if func is running_ends.KEEPING:
+            return running_ends.make_room(args)
         gets = func is torch.Tensor.__getitem__
         if gets and not _is_tracked(args[0]):
             return None

@@ -33,7 +33,7 @@ from gpumem_magic.looks.objects import is_a
 from gpumem_magic.patching import behind_relays
 from gpumem_magic.tracebacks import cut, cut_below_c, cut_below_operator
 from gpumem_magic.uninterrupted import Uninterrupted
-from gpumem_magic.virtual.engine import function_modes
+from gpumem_magic.virtual.engine import function_modes, running_ends
 from gpumem_magic.virtual.engine.attributes import Attributes
 from gpumem_magic.virtual.engine.mismatch import check_generator
 from gpumem_magic.virtual.engine.modes import (
@@ -135,7 +135,13 @@ _NO_MEMORY = (
 )
 
 # Functions that run in another way than here: in older versions, or for tensors that are no subclass.
-OTHERWISE: set[Any] = {torch.Tensor.__getitem__, torch.Tensor.__setitem__, torch.functional.einsum, *LETTING_GO_FROM}
+OTHERWISE: set[Any] = {
+    torch.Tensor.__getitem__,
+    torch.Tensor.__setitem__,
+    torch.functional.einsum,
+    running_ends.KEEPING,
+    *LETTING_GO_FROM,
+}
 
 # What virtual tensors answer themselves, and modes of the program's own hear of.
 _HEARD = (
