@@ -1,11 +1,12 @@
 """Advice on small programs, each changed program run as a user would run it: it has to take what was said, byte for byte.
 
-    python benchmarks/advice.py [--only NAME,NAME] [--json PATH]
+    python benchmarks/advice.py [--in-a-function] [--only NAME,NAME] [--json PATH]
 
 The programs are those of `benchmarks/fits.py` (no tables) with a value that does not fit on a T4, or barely does. Of each
 change that was run to its end, the changed cell is measured by itself below the magic, with the settings of the allocator that it
 names: on the card where it fits, else on one with enough memory. Its peak of allocated memory has to be the one that was said.
-Exit status 1 where one is not.
+With --in-a-function each program is the body of a function that an earlier cell defines, and the cell calls it: the changes are
+made in the function then, whose changed text is run as a cell. Exit status 1 where one is not.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -40,7 +42,9 @@ def as_a_user(shell: InteractiveShell, one: ChangeOutcome) -> int:
             os.environ["PYTORCH_CUDA_ALLOC_CONF"] = one.conf
         choosing.choose(DEVICE if one.run.fits else widened(DEVICE))
         shell.run_line_magic("load_ext", "gpumem_magic")
-        shell.run_cell_magic("gpumem", "-q", one.code)
+        for text in one.program.changed.values():
+            shell.run_cell(text)
+        shell.run_cell_magic("gpumem", "-q", one.program.cell)
         report = recording.last_report()
         assert report is not None
         return report.peak.allocated
@@ -65,6 +69,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", help="programs' names, or parts of them")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--in-a-function", action="store_true")
     options = parser.parse_args()
     shell = InteractiveShell.instance()
     rows, failed = [], 0
@@ -73,6 +78,9 @@ def main() -> int:
             continue
         begun = time.perf_counter()
         code = cell.replace("n = 1\n", f"n = {VALUE}\n", 1)
+        if options.in_a_function:
+            shell.run_cell("def program():\n" + textwrap.indent(code, "    "))
+            code = "program()"
         try:
             found = advised(CellTrials(shell, DEVICE, 0), code, lambda words: None, minutes=60)
         except CellFails as error:

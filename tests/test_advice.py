@@ -25,6 +25,7 @@ from gpumem_magic.advice.changes.optimizers import eight_bit, ways
 from gpumem_magic.advice.changes.precision import autocast
 from gpumem_magic.advice.draft import CellDraft, Unchangeable
 from gpumem_magic.advice.evidence import Evidence, NamedModule
+from gpumem_magic.advice.program_texts import ProgramTexts
 from gpumem_magic.advice.proposal import ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS, CellTrials
 from gpumem_magic.units import human
@@ -50,7 +51,7 @@ def seen(**more: Any) -> Evidence:
 
 def changed(idea: Any, code: str, **more: Any) -> list[str]:
     """The texts that an idea's proposals make of a program, and as Python says they are programs."""
-    found = [one.made(code) for one in idea(seen(**more), CellDraft(code))]
+    found = [one.made(CellDraft(code)) for one in idea(seen(**more), CellDraft(code))]
     for text in found:
         ast.parse(text)
     return found
@@ -233,7 +234,7 @@ def test_changes_keep_the_results_that_they_say() -> None:
     count = 0
     for idea in (dropped, earlier, ways, accumulation, chunked_cross_entropy, fused_attention):
         for one in idea(seen(batches=("x", "y")), CellDraft(code)):
-            after = _results(one.made(code))
+            after = _results(one.made(CellDraft(code)))
             assert all(a.allclose(b, atol=1e-5) for a, b in zip(before, after, strict=True)), one.name
             if one.results == SAME:
                 assert all(a.equal(b) for a, b in zip(before, after, strict=True)), one.name
@@ -281,7 +282,7 @@ def peak_of(book: Notebook, one: ChangeOutcome) -> int:
         book.cell(f"import os\nos.environ['PYTORCH_CUDA_ALLOC_CONF'] = '{one.conf}'")
     with notebook("virtual:64GiB,context=0MiB,idle=0MiB") as other:
         other.cell("kept = torch.ones(1024, 1024, device='cuda')")
-        return other.measured(one.code).peak.allocated
+        return other.measured(one.program.cell).peak.allocated
 
 
 def test_what_was_said_is_what_it_saves(advised: tuple[Notebook, Advice, str]) -> None:
@@ -346,11 +347,11 @@ def test_what_grows_is_run_to_its_end_and_what_keeps_it_is_changed() -> None:
         assert found.base.run.iteration[0] > MOST_ITERATIONS
         assert found.best.name == ".detach().cpu() on what goes into kept"
         changed = GROWING.replace("kept.append(out)", "kept.append(out.detach().cpu())")
-        assert found.best.code.strip() == changed.strip()
+        assert found.best.program.cell.strip() == changed.strip()
         # Each of 60 turns left 128 x 8192 numbers, and its loss.
         assert found.base.need.allocated - found.best.need.allocated >= 59 * 128 * 8192 * 4
         with notebook("virtual:64GiB,context=0MiB,idle=0MiB") as other:
-            assert other.measured(found.best.code).peak.allocated == found.best.need.allocated
+            assert other.measured(found.best.program.cell).peak.allocated == found.best.need.allocated
 
 
 OF_PARTS = """
@@ -417,10 +418,10 @@ def test_after_an_interrupt_what_was_run_by_then_is_said_and_the_interrupt_goes_
 ) -> None:
     run = CellTrials.run
 
-    def interrupted(self: CellTrials, code: str, *given: Any, **more: Any) -> Any:
-        if "foreach=False" in code:
+    def interrupted(self: CellTrials, program: ProgramTexts, *given: Any, **more: Any) -> Any:
+        if "foreach=False" in program.cell:
             raise KeyboardInterrupt
-        return run(self, code, *given, **more)
+        return run(self, program, *given, **more)
 
     monkeypatch.setattr(CellTrials, "run", interrupted)
     with notebook(SMALL) as book:

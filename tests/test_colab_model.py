@@ -24,6 +24,7 @@ import gpumem_magic
 from gpumem_magic.advice.changes.settings import allocator_settings
 from gpumem_magic.advice.draft import CellDraft
 from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.program_texts import ProgramTexts
 from gpumem_magic.advice.trial import CellTrials
 from gpumem_magic.recording.cell import prepare
 from gpumem_magic.report.failure import failed_request
@@ -153,7 +154,10 @@ def test_advice_finds_the_settings_that_were_found_by_hand(run: tuple[Report, st
     trials = CellTrials(shell, cards.usual(), 1)
     # (Between the tests all that lives is kept from the collector, the run's model with it, which a trial would let go of.)
     gc.unfreeze()
-    lives = {one.conf: trials.run(shorter, one.conf)[0] for one in allocator_settings(FRAGMENTED, CellDraft(shorter))}
+    lives = {
+        one.conf: trials.run(ProgramTexts(shorter), one.conf)[0]
+        for one in allocator_settings(FRAGMENTED, CellDraft(shorter))
+    }
     assert [setting for setting, one in lives.items() if one.fits] == [
         "expandable_segments:True",
         "max_split_size_mb:128",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from gpumem_magic.advice.changes.catalog import proposals
 from gpumem_magic.advice.draft import Unchangeable
 from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.program_texts import ProgramTexts
 from gpumem_magic.advice.proposal import DIFFERENT, RESULTS, Proposal
 from gpumem_magic.advice.trial import MOST_ITERATIONS, CellTrials
 from gpumem_magic.trials.process import TookTooLong
@@ -30,10 +31,10 @@ _TIMES_LONGER, _SECONDS = 5, 60
 @dataclass(frozen=True)
 class ChangeOutcome:
     """What a set of changes came to. run: on the card; need: what it would hold at its peak if nothing failed (the same run where
-    it fits). code: the changed cell."""
+    it fits). program: with them."""
 
     proposals: tuple[Proposal, ...]
-    code: str
+    program: ProgramTexts
     run: Tried
     need: Tried
 
@@ -84,12 +85,12 @@ class CellFails(ValueError):
 def advised(trials: CellTrials, code: str, say: Say, minutes: float = MINUTES) -> Advised:
     """code: the cell as Python. minutes: `MINUTES`, or others. Raises DeviceError, and CellFails."""
     with trials.begun(code) as begun:
-        return _AdviceSearch(begun, code, say, minutes).found()
+        return _AdviceSearch(begun, ProgramTexts(code), say, minutes).found()
 
 
 class _AdviceSearch:
-    def __init__(self, trials: CellTrials, code: str, say: Say, minutes: float) -> None:
-        self.trials, self.code, self.say = trials, code, say
+    def __init__(self, trials: CellTrials, program: ProgramTexts, say: Say, minutes: float) -> None:
+        self.trials, self.program, self.say = trials, program, say
         self.tried: list[Tried] = []
         self._left = 60 * minutes
         # What bounds a changed cell's run, once the cell as it is has been run: `CellTrials.run` says which.
@@ -101,7 +102,7 @@ class _AdviceSearch:
     def found(self) -> Advised:
         base, seen = self._base()
         self.base = base
-        wanted = proposals(seen, self.code)
+        wanted = proposals(seen, self.program)
         outcomes: list[ChangeOutcome] = []
         left_out = [one.name for one in wanted]
         stopped = False
@@ -127,9 +128,11 @@ class _AdviceSearch:
             tuple(left_out), stopped,
         )  # fmt: skip
 
-    def _run(self, name: str, code: str, conf: str = "", *, wide: bool = False) -> tuple[Tried, Evidence]:
+    def _run(
+        self, name: str, program: ProgramTexts, conf: str = "", *, wide: bool = False, watched: bool = False
+    ) -> tuple[Tried, Evidence]:
         self.say(f"Trial {len(self.tried) + 1} on a virtual {self.trials.device}: {name}{self._place} …")
-        found, seen = self.trials.run(code, conf, wide=wide, last=self._last, seconds=self._seconds)
+        found, seen = self.trials.run(program, conf, wide=wide, watched=watched, last=self._last, seconds=self._seconds)
         self.tried.append(found)
         self._left -= found.seconds
         return found, seen
@@ -137,10 +140,10 @@ class _AdviceSearch:
     def _base(self) -> tuple[ChangeOutcome, Evidence]:
         name = "the cell as it is"
         begun = time.monotonic()
-        run, seen = self._run(name, self.code)
+        run, seen = self._run(name, self.program, watched=True)
         need = run
         if run.ending == MEMORY:
-            need, seen = self._run(name, self.code, wide=True)
+            need, seen = self._run(name, self.program, wide=True, watched=True)
         if ERROR in (run.ending, need.ending):
             failed = run if run.ending == ERROR else need
             at = f" (line {failed.line})" if failed.line else ""
@@ -150,30 +153,30 @@ class _AdviceSearch:
         if run.fits and run.left_after > MOST_ITERATIONS:
             # It goes on so: all are compared after fewer.
             self._last = MOST_ITERATIONS
-            run = need = self._run(f"{name}, for fewer iterations", self.code)[0]
-        return ChangeOutcome((), self.code, run, need), seen
+            run = need = self._run(f"{name}, for fewer iterations", self.program)[0]
+        return ChangeOutcome((), self.program, run, need), seen
 
     def _outcome(self, chosen: Sequence[Proposal]) -> ChangeOutcome | None:
         """What the changes come to, together; None where they cannot be made together, or take too long."""
-        code = self.code
+        program = self.program
         try:
             for one in chosen:
-                code = one.made(code)
+                program = one.made_in(program)
         except Unchangeable:
             return None
         conf = ",".join(one.conf for one in chosen if one.conf)
         name = ", ".join(one.name for one in chosen)
         try:
-            run, _ = self._run(name, code, conf)
+            run, _ = self._run(name, program, conf)
             need = run
             if run.ending == MEMORY:
                 # Settings of the allocator change no tensor, but what its blocks have beside them.
-                need = self._run(name, code, conf, wide=True)[0]
+                need = self._run(name, program, conf, wide=True)[0]
         except TookTooLong:
             self._too_long.append(name)
             self._left -= self._seconds or 0
             return None
-        return ChangeOutcome(tuple(chosen), code, run, need)
+        return ChangeOutcome(tuple(chosen), program, run, need)
 
     # ---- sets
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 from gpumem_magic.advice.advise import Advised, ChangeOutcome
 from gpumem_magic.advice.proposal import DIFFERENT, ROUNDING, SAME
 from gpumem_magic.advice.trial import MOST_ITERATIONS
+from gpumem_magic.advice.written_functions import WrittenFunction
 from gpumem_magic.trials.answer import card_in_words, failure_in_words, of_the_card
 from gpumem_magic.trials.tried import ERROR, MEMORY, Tried
 from gpumem_magic.units import counted, human
@@ -31,7 +32,8 @@ _LEAST_PERCENT = 1
 class Advice:
     """What would save memory: shown in a notebook as words, a diff, a picture and a table, and by `print` as text.
 
-    ``advice.code`` is the changed cell and ``advice.diff`` what changes in it; ``advice.conf`` are settings for
+    ``advice.diff`` is what changes: in the cell, and in functions of the notebook or of the program's own files that it calls.
+    ``advice.code`` is the changed cell, ``advice.functions`` are the changed functions; ``advice.conf`` are settings for
     PYTORCH_CUDA_ALLOC_CONF, "" where none are needed. `to_dict` has every run, in bytes.
     """
 
@@ -42,7 +44,13 @@ class Advice:
     @property
     def code(self) -> str:
         """The cell with the changes that are advised; as it is where nothing helps."""
-        return self._shown((self.found.best or self.found.base).code)
+        return self._shown((self.found.best or self.found.base).program.cell)
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """The functions elsewhere with the changes that are advised, by where they stand: ``In [3]: train``."""
+        program = (self.found.best or self.found.base).program
+        return {one.where: text for one, text in program.changed.items()}
 
     @property
     def conf(self) -> str:
@@ -51,7 +59,7 @@ class Advice:
 
     @property
     def diff(self) -> str:
-        """From the cell to `code`."""
+        """From the cell to `code`, and from functions elsewhere to `functions`, each below a line that says where it stands."""
         return "" if self.found.best is None else self._diff(self.found.best)
 
     @property
@@ -159,15 +167,18 @@ class Advice:
         best = self.found.best
         if best is None:
             return ""
-        parts = [self._diff(best)] if best.code != self.found.base.code else []
+        parts = [self._diff(best)] if best.program != self.found.base.program else []
         if best.conf:
             parts.append(f"PYTORCH_CUDA_ALLOC_CONF={best.conf}   (set it before CUDA is first used)")
         return "\n".join(parts)
 
     def _diff(self, one: ChangeOutcome) -> str:
-        before, after = (self._shown(code).splitlines() for code in (self.found.base.code, one.code))
-        lines = list(difflib.unified_diff(before, after, lineterm="", n=1))
-        return "\n".join(lines[2:])
+        before, after = (self._shown(outcome.program.cell).splitlines() for outcome in (self.found.base, one))
+        cell = _differences(before, after)
+        lines = [line for place, text in one.program.changed.items() for line in _in_a_function(place, text)]
+        if cell and lines:
+            lines.append("--- this cell")
+        return "\n".join([*lines, *cell])
 
     def _rows(self) -> list[list[str]]:
         rows = [["as it is", human(self.found.base.need.allocated), "", _on_the_card(self.found.base.run), "", ""]]
@@ -255,6 +266,21 @@ class Advice:
     def _pictured(self) -> list[tuple[str, Tried]]:
         changes = ((_in_a_row(one), one.need) for one in self._shown_changes())
         return [("as it is", self.found.base.need), *changes]
+
+
+def _in_a_function(place: WrittenFunction, text: str) -> Iterator[str]:
+    yield f"--- {place.where}"
+    if place.margin:
+        # What a method needs above it stands above its class.
+        above, text = place.apart(text)
+        if above:
+            yield f"@@ above the class of {place.name} @@"
+            yield from (f"+{line}" for line in above.splitlines())
+    yield from _differences(place.shown(place.text), place.shown(text))
+
+
+def _differences(before: Sequence[str], after: Sequence[str]) -> list[str]:
+    return list(difflib.unified_diff(before, after, lineterm="", n=1))[2:]
 
 
 def _fits(one: Tried, subject: str = "it") -> str:

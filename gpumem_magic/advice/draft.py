@@ -14,15 +14,23 @@ from gpumem_magic.looks.parsing import parsed
 _NOT_MAKING = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 class Unchangeable(ValueError):
     """The text is written so that a change in it would be a guess."""
 
 
 class CellDraft:
-    """A copy of a program with changes. Positions are those of the text as it was; `finished` puts all changes into it."""
+    """A copy of a program with changes. Positions are those of the text as it was; `finished` puts all changes into it.
 
-    def __init__(self, code: str) -> None:
+    of: the name of the function that the text defines, where it is no cell. has: lines of import that it needs not repeat.
+    """
+
+    def __init__(self, code: str, of: str = "", has: Collection[str] = ()) -> None:
         self.tree = parsed(code)
+        self._has = has
+        self._function = next((one for one in self.tree.body if isinstance(one, _FUNCTIONS) and one.name == of), None)
         self._raw = code.encode()
         self._starts = [0]
         for line in self._raw.splitlines(keepends=True):
@@ -120,16 +128,19 @@ class CellDraft:
 
     def behind(self, name: str, *lines: str) -> None:
         """Lines behind the statement that gives a variable its last value before it is used in loops; above all others where
-        the program finds the variable there."""
-        made = [one for one in self.tree.body if not isinstance(one, _NOT_MAKING) and name in names_given(one)]
+        the program finds the variable there. What a function is given was made by others, who may call it again."""
+        body = self.tree.body if self._function is None else self._function.body
+        made = [one for one in body if not isinstance(one, _NOT_MAKING) and name in names_given(one)]
         if made:
             self.after(made[-1], *lines)
+        elif self._function is not None:
+            raise Unchangeable(f"`{name}` is not made here")
         elif self.tree.body:
             self.before(self.tree.body[0], *lines)
 
     def at_top(self, *lines: str) -> None:
         """Imports and functions above the program. What is there already is not written again."""
-        known = self._raw.decode().splitlines()
+        known = {*self._raw.decode().splitlines(), *self._has}
         body = self.tree.body
         is_first = [isinstance(one, ast.ImportFrom) and one.module == "__future__" for one in body]
         place = body[is_first.count(True)]

@@ -6,11 +6,12 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from gpumem_magic.advice.written_functions import WrittenFunction
 from gpumem_magic.attribution.view import DeviceView
 from gpumem_magic.looks.objects import attribute, inherits, is_a, name_of_class
 from gpumem_magic.looks.tensors import (
@@ -64,11 +65,51 @@ class NamedModule:
 
 
 @dataclass(frozen=True)
+class _PlacesOfClass:
+    """Where a model has the modules of a class. roots: how the model's own place may begin. Others: of `ModuleClass`."""
+
+    name: str
+    roots: tuple[str, ...]
+    paths: tuple[str, ...]
+    normalizes_batches: bool
+    around: frozenset[str]
+
+
+@dataclass(frozen=True)
+class NamedThings:
+    """What a program's variables are: of a cell, or of a function. ids: of modules and optimizers, by their names. Others: of
+    `Evidence`."""
+
+    names: frozenset[str]
+    modules: tuple[NamedModule, ...]
+    classes: Mapping[str, tuple[_PlacesOfClass, ...]]
+    optimizers: tuple[str, ...]
+    batches: tuple[str, ...]
+    batch_size: int
+    state: int
+    tensors: tuple[str, ...]
+    lists: Mapping[str, int]
+    of_parts: frozenset[str]
+    ids: Mapping[str, int]
+
+    def without(self, known: frozenset[int]) -> NamedThings:
+        """Without the modules and optimizers that have a name elsewhere."""
+        own = {name for name, number in self.ids.items() if number not in known}
+        return replace(
+            self,
+            modules=tuple(one for one in self.modules if one.name in own),
+            classes={name: places for name, places in self.classes.items() if name in own},
+            optimizers=tuple(name for name in self.optimizers if name in own),
+        )
+
+
+@dataclass(frozen=True)
 class Evidence:
     """allocated, reserved: at the peak, in bytes. batches: names of tensors on the device whose first sizes are alike, and that
     size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes. grown: by how much more was held
     after the last iteration than after the first. tensors: names of those on the device; lists: names, and what tensors on the
-    device in them keep; of_parts: those of which most is kept for a part of a tensor, as `logits[-1]`."""
+    device in them keep; of_parts: those of which most is kept for a part of a tensor, as `logits[-1]`.
+    inside: the same for functions that ran, by what their own variables were."""
 
     categories: Mapping[str, int]
     allocated: int
@@ -87,6 +128,7 @@ class Evidence:
     tensors: tuple[str, ...] = ()
     lists: Mapping[str, int] = field(default_factory=dict)
     of_parts: frozenset[str] = frozenset()
+    inside: Mapping[WrittenFunction, Evidence] = field(default_factory=dict)
 
     def share(self, category: str) -> float:
         """Of what is allocated at the peak."""
@@ -97,12 +139,24 @@ class Evidence:
         return any(one.normalizes_batches for one in self.modules)
 
 
-def evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any], grown: int) -> Evidence:
-    """To be asked in the process in which the program ran."""
-    return unheard(_evidence_of, view, names, namespace, grown)
+def evidence_of(
+    view: DeviceView,
+    names: frozenset[str],
+    namespace: Mapping[str, Any],
+    grown: int,
+    inside: Mapping[WrittenFunction, NamedThings],
+) -> Evidence:
+    """To be asked in the process in which the program ran. inside: what functions' own variables were."""
+    return unheard(_evidence_of, view, names, namespace, grown, inside)
 
 
-def _evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str, Any], grown: int) -> Evidence:
+def _evidence_of(
+    view: DeviceView,
+    names: frozenset[str],
+    namespace: Mapping[str, Any],
+    grown: int,
+    inside: Mapping[WrittenFunction, NamedThings],
+) -> Evidence:
     _, position = view.timeline.peak(0, len(view.timeline))
     live = view.timeline.live_at(position)
     categories: Counter[str] = Counter()
@@ -112,7 +166,45 @@ def _evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str
         categories[facts.category] += one.size
         if facts.category == "activations":
             by_module[facts.module] += one.size
-    found = {name: namespace[name] for name in sorted(names) if name in namespace}
+    named = _named_things({name: namespace[name] for name in sorted(names) if name in namespace})
+    of_cell = Evidence(
+        categories=dict(categories),
+        allocated=sum(one.size for one in live),
+        cached=view.timeline.reserved_at(position) - sum(one.size for one in live),
+        ran_backward=any(span.kind == BACKWARD for span in view.recording.spans),
+        bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
+        host=_free_on_the_host(),
+        grown=grown,
+        **_told(named, by_module),
+    )
+    known = frozenset(named.ids.values())
+    functions = {one: replace(of_cell, **_told(its.without(known), by_module)) for one, its in inside.items()}
+    return replace(of_cell, inside=functions)
+
+
+def _told(named: NamedThings, by_module: Counter[str]) -> dict[str, Any]:
+    return {
+        "names": named.names,
+        "modules": named.modules,
+        "classes": tuple(
+            one for root, places in named.classes.items() for one in _with_activations(root, places, by_module)
+        ),
+        "optimizers": named.optimizers,
+        "batches": named.batches,
+        "batch_size": named.batch_size,
+        "state": named.state,
+        "tensors": named.tensors,
+        "lists": named.lists,
+        "of_parts": named.of_parts,
+    }
+
+
+def names_inside(variables: Mapping[str, Any]) -> NamedThings:
+    """What a function's variables are as it is left."""
+    return unheard(_named_things, {name: variables[name] for name in sorted(variables)})
+
+
+def _named_things(found: Mapping[str, Any]) -> NamedThings:
     modules = _distinct({name: thing for name, thing in found.items() if is_module(thing)})
     optimizers = _distinct({name: thing for name, thing in found.items() if is_optimizer(thing)})
     batches, size = _batches(found)
@@ -125,24 +217,18 @@ def _evidence_of(view: DeviceView, names: frozenset[str], namespace: Mapping[str
         for tensor in (dict.values(states) if is_a(states, dict) else ())
         if _on_device(tensor) and shape(tensor)
     )
-    return Evidence(
-        categories=dict(categories),
-        allocated=sum(one.size for one in live),
-        cached=view.timeline.reserved_at(position) - sum(one.size for one in live),
-        ran_backward=any(span.kind == BACKWARD for span in view.recording.spans),
+    return NamedThings(
         names=frozenset(found),
         modules=tuple(_named(name, module) for name, module in modules.items()),
-        classes=tuple(one for name, module in modules.items() for one in _classes(name, module, by_module)),
+        classes={name: _places_of_classes(name, module) for name, module in modules.items()},
         optimizers=tuple(optimizers),
         batches=batches,
         batch_size=size,
-        bfloat16=torch.cuda.is_bf16_supported(including_emulation=False),
-        host=_free_on_the_host(),
         state=state,
-        grown=grown,
         tensors=tuple(name for name, thing in found.items() if _on_device(thing)),
         lists=kept,
         of_parts=frozenset(name for name, tensors in lists.items() if 2 * sum(map(nbytes, tensors)) < kept[name]),
+        ids={name: id(thing) for name, thing in (*modules.items(), *optimizers.items())},
     )
 
 
@@ -183,28 +269,39 @@ def _switch(inner: Sequence[tuple[str, torch.nn.Module]]) -> str:
     return ""
 
 
-def _classes(name: str, root: torch.nn.Module, by_module: Counter[str]) -> list[ModuleClass]:
-    """The classes of its parts that have parts themselves, none inside another of its class; the heaviest first."""
+def _places_of_classes(name: str, root: torch.nn.Module) -> tuple[_PlacesOfClass, ...]:
+    """The classes of its parts that have parts themselves, none inside another of its class."""
     places: dict[str, list[str]] = {}
     norms: set[str] = set()
     for path, module in modules_in(root):
         kind = name_of_class(type(module))
         if not path or not table(module, MODULES) or is_a(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
             continue
-        places.setdefault(kind, []).append(f"{name}.{path}")
+        places.setdefault(kind, []).append(path)
         if any(_normalizes(one) for _, one in modules_in(module)):
             norms.add(kind)
     side_by_side = [
-        kind for kind, paths in places.items() if len({path.rpartition(".")[0] for path in paths}) < len(paths)
+        kind for kind, paths in places.items() if len({f".{path}".rpartition(".")[0] for path in paths}) < len(paths)
     ]
     found = []
     for kind, paths in places.items():
         if any(one != other and one.startswith(f"{other}.") for one in paths for other in paths):
             continue
-        held = sum(size for place, size in by_module.items() if any(_is_in(place, path) for path in paths))
         begins = () if kind in side_by_side else tuple(f"{path}." for path in paths)
         around = frozenset(one for one in side_by_side if any(each.startswith(begins) for each in places[one]))
-        found.append(ModuleClass(name, kind, len(paths), held, kind in norms, around))
+        # (A model that has no name in the notebook goes by its class.)
+        roots = name, name_of_class(type(root))
+        found.append(_PlacesOfClass(kind, roots, tuple(paths), kind in norms, around))
+    return tuple(found)
+
+
+def _with_activations(root: str, places: Iterable[_PlacesOfClass], by_module: Counter[str]) -> list[ModuleClass]:
+    """The heaviest first."""
+    found = []
+    for one in places:
+        paths = [f"{begin}.{path}" for begin in one.roots for path in one.paths]
+        held = sum(size for place, size in by_module.items() if any(_is_in(place, path) for path in paths))
+        found.append(ModuleClass(root, one.name, len(one.paths), held, one.normalizes_batches, one.around))
     return sorted(found, key=lambda one: -one.activations)
 
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 from gpumem_magic.advice.evidence import Evidence, evidence_of
+from gpumem_magic.advice.program_texts import ProgramTexts
+from gpumem_magic.advice.variables import VariablesWatch
+from gpumem_magic.advice.written_functions import put_in_force, written_functions
 from gpumem_magic.looks.fresh import made_anew
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.free import DEFAULT, free
-from gpumem_magic.recording.cell import prepare
+from gpumem_magic.recording.cell import names_in, prepare
 from gpumem_magic.session import device as choosing
 from gpumem_magic.session.device import put_on
 from gpumem_magic.trials.libraries import import_ahead
@@ -51,23 +54,37 @@ class CellTrials:
             yield replace(self, start=start if start.has_copies else None)
 
     def run(
-        self, code: str, conf: str = "", *, wide: bool = False, last: int | None = None, seconds: float | None = None
+        self,
+        program: ProgramTexts,
+        conf: str = "",
+        *,
+        wide: bool = False,
+        watched: bool = False,
+        last: int | None = None,
+        seconds: float | None = None,
     ) -> tuple[Tried, Evidence]:
-        """wide: on a card like it with so much memory that nothing fails. last: after so many iterations it ends also where its
-        memory grows. Raises TookTooLong where it takes longer than these seconds."""
-        wanted = code, conf, widened(self.device) if wide else self.device, last
+        """wide: on a card like it with so much memory that nothing fails. watched: the evidence is also of what functions' own
+        variables were. last: after so many iterations it ends also where its memory grows. Raises TookTooLong where it takes
+        longer than these seconds."""
+        wanted = program, conf, widened(self.device) if wide else self.device, watched, last
         if self.start is not None:
             return self.start.of([wanted], seconds)[0]  # type: ignore[no-any-return]
         found: tuple[Tried, Evidence] = in_a_fork(lambda: self._in_the_child(*wanted), seconds)
         return found
 
-    def _in_the_child(self, code: str, conf: str, device: str, last: int | None) -> tuple[Tried, Evidence]:
-        self._let_go(code)
-        program = CellProgram(self.shell, prepare(self.shell, code, self.lines_above))
-        told, view, running = run_here(
-            lambda: program.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS, last=last
-        )
-        seen = evidence_of(view, running.names, running.namespace(), told.grown)
+    def _in_the_child(
+        self, program: ProgramTexts, conf: str, device: str, watched: bool, last: int | None
+    ) -> tuple[Tried, Evidence]:
+        self._let_go(program.cell)
+        names, namespace = names_in(program.cell), self.shell.user_ns
+        put_in_force(program.changed, names, namespace)
+        watch = VariablesWatch([one for _, one in written_functions(names, namespace)] if watched else ())
+        cell = CellProgram(self.shell, prepare(self.shell, program.cell, self.lines_above))
+        with watch.watching() if watched else nullcontext():
+            told, view, running = run_here(
+                lambda: cell.prepared({}), device, conf=conf, with_costs=True, most=MOST_ITERATIONS, last=last
+            )
+        seen = evidence_of(view, running.names, running.namespace(), told.grown, watch.variables)
         return replace(told, seconds=sum(os.times()[:4])), seen
 
     def _let_go(self, code: str) -> None:

@@ -145,13 +145,24 @@ def compiled_again(
     Raises InsideError where its source is not there, or does not make the same function.
     """
     try:
-        text = inspect.getsource(function)
+        text = inspect.getsource(function.__code__)
     except (OSError, TypeError):
         raise InsideError(f"{words}: its source is not there") from None
     # Lines and columns, and so the indentation, stay as they are in the file.
     indented = text[:1].isspace()
     above = "\n" * (function.__code__.co_firstlineno - 1 - indented)
     source = f"{above}if 1:\n{text}" if indented else f"{above}{text}"
+    code = compiled_from(function, source, words, change, function.__code__.co_filename)
+    return code.replace(co_firstlineno=function.__code__.co_firstlineno)
+
+
+def compiled_from(
+    function: types.FunctionType, source: str, words: str, change: Callable[[Definition, str], object], filename: str
+) -> types.CodeType:
+    """Code for a function of what is written for it elsewhere: `source`, of the file of that name, which defines it.
+
+    change, words: of `compiled_again`. Raises InsideError where it does not make the same function.
+    """
     try:
         tree = parsed(source)
     except SyntaxError:
@@ -164,11 +175,10 @@ def compiled_again(
     module = _around(node, function)
     ast.fix_missing_locations(module)
     flags = function.__code__.co_flags & _FUTURES
-    compiled = compile(module, function.__code__.co_filename, "exec", flags=flags, dont_inherit=True)
-    code = _code_of(compiled, function.__name__)
+    code = _code_of(compile(module, filename, "exec", flags=flags, dont_inherit=True), function.__name__)
     if code is None or code.co_freevars != function.__code__.co_freevars:
         raise InsideError(f"{words}: its surroundings can't be made again")
-    return _renamed(code.replace(co_firstlineno=function.__code__.co_firstlineno), function.__code__)
+    return _renamed(code, function.__code__)
 
 
 class _Teller(InCode):

@@ -64,12 +64,26 @@ def own_functions(names: Iterable[str], namespace: Mapping[str, Any], methods: b
 
 
 def _functions_of(thing: object) -> Iterable[object]:
+    if type(thing) in (staticmethod, classmethod):
+        thing = thing.__func__  # type: ignore[attr-defined]
     if type(thing) is FunctionType:
-        return [thing]
+        return _wrapped(thing)
     if type(thing) is ModuleType:
         return list(vars(thing).values())
     kind = thing if isinstance(thing, type) else type(thing)
-    return [one for base in kind.__mro__ for one in vars(base).values()]
+    return [one for base in kind.__mro__ for each in vars(base).values() for one in _in_a_class(each)]
+
+
+def _wrapped(function: FunctionType) -> list[FunctionType]:
+    """A function, and what stands behind its decorators."""
+    found = [function]
+    while type(inner := vars(found[-1]).get("__wrapped__")) is FunctionType and all(inner is not one for one in found):
+        found.append(inner)
+    return found
+
+
+def _in_a_class(thing: object) -> Iterable[object]:
+    return _functions_of(thing) if type(thing) in (FunctionType, staticmethod, classmethod) else ()
 
 
 def _counters(loop: ast.For | ast.AsyncFor | ast.While) -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from gpumem_magic.advice.changes.adapters import lora
 from gpumem_magic.advice.changes.attention import fused_attention
@@ -19,6 +20,7 @@ from gpumem_magic.advice.changes.recompute import recomputation
 from gpumem_magic.advice.changes.settings import allocator_settings
 from gpumem_magic.advice.draft import CellDraft, Unchangeable
 from gpumem_magic.advice.evidence import Evidence
+from gpumem_magic.advice.program_texts import Place, ProgramTexts
 from gpumem_magic.advice.proposal import Proposal
 
 IDEAS: tuple[Callable[[Evidence, CellDraft], Iterator[Proposal]], ...] = (
@@ -40,14 +42,26 @@ IDEAS: tuple[Callable[[Evidence, CellDraft], Iterator[Proposal]], ...] = (
 )
 
 
-def proposals(seen: Evidence, code: str) -> list[Proposal]:
-    """Those that the evidence is for, and that the text allows."""
-    found = []
+# What is no matter of one function.
+_OF_THE_CELL = (allocator_settings, no_graph)
+
+
+def proposals(seen: Evidence, program: ProgramTexts) -> list[Proposal]:
+    """Those that the evidence is for, and that the texts allow; one for all texts in which it can be made."""
+    found: dict[str, Proposal] = {}
+    places: list[tuple[Place, Evidence]] = [(None, seen), *seen.inside.items()]
     for idea in IDEAS:
-        for one in idea(seen, CellDraft(code)):
-            try:
-                one.made(code)
-            except Unchangeable:
+        for place, its in places:
+            if place is not None and idea in _OF_THE_CELL:
                 continue
-            found.append(one)
-    return found
+            for one in idea(its, program.draft(place)):
+                if one.edit is None:
+                    found.setdefault(one.name, one)
+                    continue
+                try:
+                    one.made(program.draft(place))
+                except Unchangeable:
+                    continue
+                before = found.setdefault(one.name, one)
+                found[one.name] = replace(before, edits={**before.edits, place: one.edit})
+    return list(found.values())

@@ -1,0 +1,49 @@
+"""What the variables of functions are as these are left: of a run's first calls, in a trial's own process."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+from gpumem_magic.advice.evidence import NamedThings, names_inside
+from gpumem_magic.advice.written_functions import WrittenFunction
+
+# The first may find an optimizer without its states.
+_CALLS = 3
+
+
+class VariablesWatch:
+    """variables: what was found, of the last call that was watched."""
+
+    def __init__(self, found: Iterable[WrittenFunction]) -> None:
+        self.variables: dict[WrittenFunction, NamedThings] = {}
+        self._by_code = {(one.file, one.line, one.name.rpartition(".")[2]): one for one in found}
+        self._calls: Counter[WrittenFunction] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, in this thread. A debugger's or a coverage tool's function does without it: the process is a copy."""
+        sys.settrace(self._called)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def _called(self, frame: FrameType, event: str, given: Any) -> Any:
+        code = frame.f_code
+        found = self._by_code.get((code.co_filename, code.co_firstlineno, code.co_name))
+        if found is None or self._calls[found] >= _CALLS:
+            return None
+        self._calls[found] += 1
+        frame.f_trace_lines = False
+
+        def left(frame: FrameType, event: str, given: Any) -> Any:
+            if event == "return":
+                self.variables[found] = names_inside(frame.f_locals)
+            return left
+
+        return left
