@@ -68,6 +68,7 @@ from gpumem_magic.virtual.engine.known import KnownEngine
 from gpumem_magic.virtual.engine.memory import Convolution
 from gpumem_magic.virtual.engine.pinned import Pinned
 from gpumem_magic.virtual.engine.real import RealEngine
+from gpumem_magic.virtual.libraries.extensions import Extensions
 from gpumem_magic.virtual.libraries.table import libraries
 from gpumem_magic.virtual.operators import (
     cells,
@@ -143,7 +144,8 @@ class VirtualMachine:
         self._factories = Factories(self.engine, self.face.current_device, self.pinned)
         self._captured = Captured(self._factories)
         self.compiler = Compiler(self, self._factories, self.face.current_device)
-        self._libraries = libraries(self.compiler.tracers)
+        self._extensions = Extensions()
+        self._libraries = libraries({**self.compiler.tracers, "torch.utils.cpp_extension": self._extensions.prepare})
 
     # ---- what a machine can be asked
 
@@ -226,6 +228,11 @@ class VirtualMachine:
             found.append(
                 "Sizes that depend on values are unknown on a virtual GPU, and these have no largest one and may be larger "
                 f"on a GPU: {'; '.join(sizes)}."
+            )
+        if self._extensions.refused:
+            found.append(
+                f"CUDA kernels were not built ({', '.join(sorted(self._extensions.refused))}): a program that goes on without "
+                "them takes another way than on a card, often one with more memory."
             )
         if engine.padded_encoders:
             found.append(
