@@ -241,6 +241,21 @@ def test_an_optimizer_runs_in_each_of_its_kinds(tool: dict[str, Any], device: No
     assert list(found) == ["first", "second", "third"]
 
 
+def test_optimizers_run_where_pytorchs_tests_do_not_list_them(
+    tool: dict[str, Any], device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 2.2."""
+    monkeypatch.setitem(sys.modules, "torch.testing._internal.common_optimizers", None)
+    samples = importlib.import_module("samples")
+    optimizers = samples.database("optimizers")
+    assert "Optimizer" not in optimizers
+    for name, takes_a_closure in (("AdamW", False), ("LBFGS", True)):
+        assert optimizers[name].step_requires_closure is takes_a_closure
+        ((given, _),) = samples.pickled([({"lr": 0.1}, False)])
+        found = driven(samples.ways("optimizers", optimizers[name], f"{name}.loop", "float32", given, False))
+        assert list(found) == ["first", "second", "third"]
+
+
 # ---- Many cases in one process
 
 

@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -46,11 +47,23 @@ def database(of: str) -> dict[str, Any]:
             from torch.testing._internal.common_modules import module_db
 
             return {module.formatted_name: module for module in module_db}
-        from torch.testing._internal.common_optimizers import optim_db
-
+        try:
+            from torch.testing._internal.common_optimizers import optim_db
+        except ModuleNotFoundError:
+            return _optimizers_before_they_were_listed()
         return {optimizer.optim_cls.__name__: optimizer for optimizer in optim_db}
     finally:
         torch.cuda.is_available = asked
+
+
+def _optimizers_before_they_were_listed() -> dict[str, Any]:
+    """Up to 2.2: what running samples needs to know of each, which another version has drawn."""
+    kinds = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    return {
+        kind.__name__: SimpleNamespace(optim_cls=kind, step_requires_closure=kind is torch.optim.LBFGS)
+        for kind in kinds
+        if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    }
 
 
 def main(out: str) -> None:
