@@ -63,6 +63,20 @@ def of_gradient(query: Any, backend: Any) -> list[int]:
     return made(lambda: torch.autograd.grad(out, query, gradient))
 
 
+def test_gradients_stay_as_they_are_where_algorithms_that_are_not_deterministic_only_warn() -> None:
+    """(``attention_backward.cu``; the CUDA build of 2.6.)"""
+    query, rows = heads_first(2, 4, 100, 64), 2 * 4 * 128 * 4
+    usual = of_gradient(query, SDPBackend.FLASH_ATTENTION)
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        assert of_gradient(query, SDPBackend.FLASH_ATTENTION) == usual
+        torch.use_deterministic_algorithms(True)
+        # A copy for each group of the card's 108 multiprocessors.
+        assert of_gradient(query, SDPBackend.FLASH_ATTENTION)[6] == 14 * usual[6] == 14 * rows * 64
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_flash_lays_out_the_gradient_and_the_result_where_heads_lie_first() -> None:
     rows = 2 * 4 * 128 * 4
     found = of_gradient(heads_first(2, 4, 100, 64), SDPBackend.FLASH_ATTENTION)

@@ -111,6 +111,46 @@ def test_results_that_begin_with_no_element_are_filled_where_algorithms_are_dete
     assert made(lambda: torch.arange(0, device="cuda")) == []
 
 
+def test_what_grows_is_filled_where_algorithms_are_deterministic(deterministic: None) -> None:
+    x, wanted = torch.zeros(30, 40, device="cuda"), torch.zeros(0, device="cuda")
+    places = torch.zeros(0, dtype=torch.int64, device="cuda")
+    assert made(lambda: torch.zeros(3, 4, device="cuda").resize_(50, 60)) == [48, 12000, 4]
+    assert made(lambda: torch.zeros(3, 4, device="cuda").resize_(2, 2)) == [48]
+    assert made(lambda: torch.add(x, 1, out=wanted)) == [4800, 4]
+    # It has that size by now.
+    assert made(lambda: torch.add(x, 1, out=wanted)) == []
+    assert made(lambda: torch.max(x, 0, out=(torch.zeros(0, device="cuda"), places))) == [160, 4, 320, 8]
+    # A storage has no type that could fill it.
+    assert made(lambda: torch.zeros(3, 4, device="cuda").untyped_storage().resize_(400)) == [48, 400]
+
+
+def test_results_of_which_each_begins_with_no_element_are_filled_one_by_one(deterministic: None) -> None:
+    x, image = torch.zeros(30, 40, device="cuda"), torch.zeros(2, 3, 8, 8, device="cuda", requires_grad=True)
+    places = torch.zeros(20, device="cuda")
+    for _ in range(2):  # (The second is made by what the first gave.)
+        assert made(lambda: x.kthvalue(3, 0)) == [160, 4, 320, 8]
+        assert made(lambda: x.std(0)) == made(lambda: x.var(0)) == [160, 4]
+        assert made(lambda: torch.var_mean(x, 0)) == [160, 4, 160, 4]
+        assert made(x.abs) == [4800, 4]
+        assert made(lambda: torch.logical_or(x, x)) == [1200, 1]
+        assert made(lambda: torch.bucketize(places, places)) == [160, 8]
+    classes = torch.zeros(2, 8, 8, dtype=torch.int64, device="cuda")
+    assert made(lambda: F.nll_loss(image, classes, reduction="none")) == [4, 4, 512, 4]
+    assert made(lambda: torch.autograd.grad(F.glu(x.requires_grad_()).sum(), x))[-2:] == [4800, 4]
+
+
+def test_sorts_number_a_row_s_places_by_a_range_that_is_filled(deterministic: None) -> None:
+    x, long = torch.zeros(30, 40, device="cuda"), torch.zeros(5000, device="cuda")
+    assert made(lambda: x.sort(-1)) == [4800, 9600, 320, 8]
+    assert 8 not in made(lambda: long.sort(-1))
+    table = torch.zeros(500, 16, device="cuda", requires_grad=True)
+    looked_up = F.embedding(torch.zeros(80, 60, dtype=torch.int64, device="cuda"), table)
+    listed = 80 * 60 * 8
+    asked = made(lambda: looked_up.sum().backward())
+    first = asked.index(listed)
+    assert asked[first : first + 4] == [listed, listed, listed, 8]
+
+
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("name", ["hann_window", "hamming_window", "bartlett_window"])
 def test_a_periodic_window_is_all_but_the_last_element_of_a_longer_one(name: str, times: int) -> None:

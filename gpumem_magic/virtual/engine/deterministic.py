@@ -14,12 +14,28 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+import torch.utils.deterministic
 from torch._C import _get_deterministic_algorithms, _get_deterministic_algorithms_warn_only
 
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import users_line
 
 are_asked_for = _get_deterministic_algorithms
+
+# What its kernel begins with no element and makes as large as it has to be, as the CUDA builds of 2.1, 2.6, 2.12 and 2.13 do, and
+# a recording with 2.1. (Others begin with their result's size.)
+GROWN = frozenset(
+    overloads(
+        "embedding index_select where.self arange arange.start arange.start_step range range.step eye eye.m median.dim"
+        " nanmedian.dim kthvalue mode std.correction var.correction std_mean.correction var_mean.correction bucketize.Tensor"
+        " searchsorted.Tensor searchsorted.Scalar bucketize.Scalar max_unpool2d max_unpool3d glu_backward multinomial"
+        " max_pool3d_with_indices _adaptive_avg_pool3d multi_margin_loss_backward abs logical_not logical_and"
+        " logical_or logical_xor complex polar"
+    )
+)
+_FILLED_FROM = (2, 1)
 
 # By operator, in all its forms or one: where its kernel has no order (``-``: everywhere), and what it calls itself.
 _TABLE = """
@@ -70,6 +86,19 @@ _PRODUCTS = "mm addmm addmm_ bmm baddbmm baddbmm_ addbmm mv addmv addmv_ dot vdo
 _OLDER = (2, 10)
 _LARGEST = 2
 _ORDERLY_WORKSPACES = (":4096:8", ":16:8")
+
+
+def are_ensured() -> bool:
+    """Whether such are asked for without ``warn_only=True``, with which the kernels of attention stay as they are, and warn
+    (``attention_backward.cu``)."""
+    return are_asked_for() and not _get_deterministic_algorithms_warn_only()
+
+
+def fills_what_grows(version: tuple[int, int]) -> bool:
+    """Whether PyTorch fills what a tensor grows by: a tensor of one element comes and goes (`fill_resize_deterministic_` in
+    ``Resize.h``)."""
+    settings: Any = torch.utils.deterministic
+    return are_asked_for() and settings.fill_uninitialized_memory and version >= _FILLED_FROM
 
 
 def _argument(args: Any, kwargs: Any, place: int, name: str, default: Any = None) -> Any:

@@ -453,7 +453,9 @@ class Engine:
         if self._under_way is not None:
             self._note(answer, func, args, kwargs)
         if met.allocates:
-            if type(out) is not VirtualTensor or self._under_way is not None:
+            if met.grows:
+                self.settle_grown(out, device)
+            elif type(out) is not VirtualTensor or self._under_way is not None:
                 self.settle(out)
             else:
                 # (No log runs that would be told.)
@@ -477,7 +479,10 @@ class Engine:
             self._lay_out_written(func, args, kwargs, shapes)
         if met.on_host is not None:
             out = met.on_host(self, func, out, device)
-        self.settle(out, met.allocates)
+        if met.grows:
+            self.settle_grown(out, device)
+        else:
+            self.settle(out, met.allocates)
         if met.resizes:
             self._follow_resized(out if order is None else tuple(out[place] for place in order))
         self._beside(met, func, args, kwargs, out, device)
@@ -633,11 +638,31 @@ class Engine:
                 elif isinstance(leaf, (tuple, list)):
                     self.settle(leaf, allocates)
 
+    def settle_grown(self, out: Any, device: int) -> None:
+        """Gives memory to results that a kernel begins with no element, one after the other."""
+        fills = deterministic.fills_what_grows(self.memory.torch_version(device))
+        for one in (out,) if isinstance(out, torch.Tensor) else out:
+            self.settle(one)
+            if fills and one.numel():
+                self._fill(device, one.element_size())
+
+    def _fill(self, device: int, element: int) -> None:
+        """What PyTorch fills memory by: a tensor of one element that comes and goes."""
+        with self.scratch(device, element):
+            pass
+
     def _follow_resized(self, out: Any) -> None:
         """Gives memory to tensors that were given to be written to, and have become larger."""
         for leaf in (out,) if isinstance(out, torch.Tensor) else out or ():
             if isinstance(leaf, VirtualTensor) and leaf.layout is torch.strided:
-                self.table.resized(leaf.untyped_storage())
+                self._resize(leaf.untyped_storage(), leaf.element_size())
+
+    def _resize(self, storage: Any, element: int) -> None:
+        """After a storage's size changed; element: bytes of one of the tensor's that asked for it, or 0."""
+        if self.table.resized(storage) and element:
+            placement = self.table.find(storage)
+            if placement is not None and deterministic.fills_what_grows(self.memory.torch_version(placement.device)):
+                self._fill(placement.device, element)
 
     def _settle_one(self, tensor: FakeTensor, allocates: bool) -> None:
         device = tensor.fake_device
@@ -684,12 +709,13 @@ class Engine:
             if its is not None:
                 self._is_copy(self.table.find(made), its)
 
-    def resized(self, storage: Any) -> None:
-        """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty."""
+    def resized(self, storage: Any, element: int = 0) -> None:
+        """After a storage's size changed, of whatever device it is; the device's logs are told of a large one that was empty.
+        element: bytes of one of the tensor's whose size was changed, where it was a tensor's."""
         self.table.drain()
         placement = self.table.find(storage)
         was_empty = placement is not None and not placement.nbytes
-        self.table.resized(storage)
+        self._resize(storage, element)
         if placement is not None and was_empty and self.memory.is_large(placement.device, placement.nbytes):
             self.memory.born(placement.device, self.births.of(self._under_way, self._answer, None, "resize_"))
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import aten, overloads
-from gpumem_magic.virtual.engine import filled, kernel_rules
+from gpumem_magic.virtual.engine import deterministic, filled, kernel_rules
 from gpumem_magic.virtual.engine.alike import Kernels
 from gpumem_magic.virtual.engine.calls import (
     giving,
@@ -88,6 +88,7 @@ class Met(NamedTuple):
     may say no of arguments that look like others of which it said yes. writes: whether its first argument is written to in place.
     stays_apart, once, apart: see `may_not_meet`, `writes_once`, `written_apart`.
     like: of one with ``out=`` that has no shape rule, the operator that returns what it writes.
+    grows: whether its kernel begins with results without elements (`deterministic.GROWN`).
     has_types: whether its kernel takes some types alone (`kernel_types`). assigns: whether it assigns to parts (`filled`).
     """
 
@@ -108,6 +109,7 @@ class Met(NamedTuple):
     like: Any
     once: bool
     apart: tuple[str, ...]
+    grows: bool
     has_types: bool
     assigns: bool
 
@@ -165,6 +167,7 @@ def meet(func: Any, takes_after: bool) -> Met:
         shaped_like(func) if resizes and handler is None else None,
         writes_once(func),
         written_apart(func),
+        func in deterministic.GROWN,
         may_refuse(func),
         func in filled.ASSIGN,
     )

@@ -259,14 +259,15 @@ class StorageTable:
             elif key in owners and placement.address in live and (storage := placement.watch()) is not None:
                 placement.nbytes = storage.nbytes()
 
-    def resized(self, storage: Any) -> None:
-        """After the storage's size changed: new memory, then the old is given back, as the device does it."""
+    def resized(self, storage: Any) -> bool:
+        """After the storage's size changed: new memory, then the old is given back, as the device does it. Whether it grew."""
         placement = self._placements.get(storage._cdata)
         if placement is None:
-            return
+            return False
         nbytes = storage.nbytes()
         if nbytes == placement.nbytes:
-            return
+            return False
+        grew: bool = nbytes > placement.nbytes
         address = self.take(placement.device, nbytes) if nbytes else 0
         if placement.nbytes:
             self._free(placement.device, placement.address)
@@ -274,6 +275,7 @@ class StorageTable:
         placement.nbytes = nbytes
         if isinstance(placement.twin, Uniform):
             placement.put(None)
+        return grew
 
     def find(self, storage: Any) -> Placement | None:
         return self._placements.get(storage._cdata)

@@ -27,6 +27,7 @@ from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.units import listed
 from gpumem_magic.virtual.card.generations import wheels
+from gpumem_magic.virtual.engine import deterministic
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
@@ -149,7 +150,6 @@ def unmet(
     several = key.shape[2] != 1 and (query.shape[2] != 1 or not dropout)
     if gpu.version >= _NARROWER_FROM:
         several = several and not dropout and query.shape[0] <= _MOST_SAMPLES
-    settled = torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
     wants[CUDNN] = [
         (torch.backends.cuda.cudnn_sdp_enabled(), _SWITCHED_ON),
         *grouped,
@@ -159,7 +159,7 @@ def unmet(
         (several, "more than one key"),
         # (`check_attn_mask_shape` in ``sdp_utils_cpp.h``: for each query, or each sample's head and query.)
         (mask is None or (mask.dim() in (2, 4) and not mask.requires_grad), "a mask of two or four dimensions"),
-        (not settled, "algorithms that need not be deterministic"),
+        (not deterministic.are_ensured(), "algorithms that need not be deterministic"),
     ]
     return {kernel: [words for is_met, words in asked if not is_met] for kernel, asked in wants.items()}
 

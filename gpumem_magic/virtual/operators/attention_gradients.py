@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
-import torch
-
 from gpumem_magic.private import aten as _aten
+from gpumem_magic.virtual.engine import deterministic
 from gpumem_magic.virtual.engine.calls import bytes_of
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF
@@ -64,7 +63,7 @@ def workspace_bytes(shape: Heads, kernel: Blocks, half: bool) -> int:
         if shape.batch * shape.heads >= 256 and shape.keys <= 2 * columns:
             splits = 1
         splits = max(1, min(splits, 200 // (shape.batch * shape.heads)))
-        if torch.are_deterministic_algorithms_enabled():
+        if deterministic.are_ensured():
             splits = 1
         numbers += 2 * splits * columns * _parts(shape.size, rows) * rows
     return shape.batch * shape.heads * _parts(numbers, 4) * 4 * _FLOAT
@@ -192,6 +191,6 @@ def _of_flash(engine: Engine, device: int, query: Any, heads: int, rows: int, ex
     rounded = _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
     # The deterministic kernel adds up one copy for each group of blocks that run at a time.
     processors = engine.memory.processors(device)[0]
-    copies = _parts(processors, heads) if torch.are_deterministic_algorithms_enabled() else 1
+    copies = _parts(processors, heads) if deterministic.are_ensured() else 1
     blocks = [rows * _FLOAT, copies * rows * rounded * _FLOAT]
     return blocks + [expanded * size * query.element_size()] * 2 if expanded else blocks

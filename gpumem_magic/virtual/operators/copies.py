@@ -127,7 +127,7 @@ def _rolled(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 def _loss_of_images(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     """The sum of weights first; what is not reduced reads its arguments as they lie (``NLLLoss2d.cu``)."""
     out = engine.fake_call(func, args, kwargs)
-    engine.settle(out[::-1])
+    engine.settle_grown(out[::-1], device)
     with engine.scratch(device, *(copies_of(*args[:2]) if args[3] else ())):
         return out
 
@@ -315,15 +315,6 @@ def _embedding(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     """Rows by one list of indices, which is a copy where they do not lie as one."""
     with engine.scratch(device, 0 if lies_in_one_row(args[1].shape, args[1].stride()) else bytes_of(args[1])):
         return engine.run(func, args, kwargs, device)
-
-
-@special(
-    *overloads("embedding index_select where.self arange arange.start arange.start_step range range.step eye eye.m"),
-    table=BESIDE,
-)
-def _grown(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> list[int]:
-    """Their result grows from nothing."""
-    return [out.element_size()] if out.numel() and growing.fills(engine, device) else []
 
 
 def _is_floating(engine: Engine, args: Any, kwargs: Any) -> bool:

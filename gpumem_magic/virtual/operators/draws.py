@@ -77,7 +77,7 @@ def _checks(version: tuple[int, int], weights: Any) -> Any:
     del is_none, sums
     if version < _CHECKED_ON_DEVICE_FROM:
         return None
-    empty.logical_not()
+    empty.bitwise_not()
     return highest, lowest, valid, empty
 
 

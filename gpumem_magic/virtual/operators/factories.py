@@ -648,7 +648,7 @@ class Factories:
             out = original(self, *args, **kwargs)
             if isinstance(self, VirtualTensor) and not STATE.depth:
                 with engine.uninterrupted, engine.lock, torch._C.DisableTorchFunctionSubclass(), origin("factory"):
-                    engine.resized(self.untyped_storage())
+                    engine.resized(self.untyped_storage(), self.element_size())
             return out
 
         engine = self._engine

@@ -63,10 +63,13 @@ def _hold_for_sort(engine: Engine, device: int, source: Any, dim: int, results: 
     cub, item = cub_of(engine, device), source.element_size()
     others = _lying_otherwise(source, dim, results)
     held, steps = sort_blocks(cub, source.numel(), source.shape[dim], item, others)
+    is_in_place = source.shape[dim] <= MOST_IN_PLACE
     with engine.scratch(device, *held):
         for step in steps:
             with engine.scratch(device, *step):
-                pass
+                if is_in_place:
+                    # (The places of a row, by `arange`.)
+                    growing.fill(engine, device, _INDEX)
 
 
 def _lying_otherwise(source: Any, dim: int, results: tuple[Any, Any]) -> list[int]:

@@ -36,6 +36,7 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.rules import BESIDE, special
+from gpumem_magic.virtual.operators import growing
 from gpumem_magic.virtual.operators.cub import cub_of
 
 # The most indices of an embedding that the kernel without a sort is used for.
@@ -44,7 +45,7 @@ _COUNTER_BYTES = 8
 _INDICES_OF_A_PART = 10
 # Adding up without rows for the parts: since when, threads of a warp and of a block, blocks of a multiprocessor that are few.
 _FUSED_FROM = (2, 11)
-_FEWER_BITS_FROM = (2, 12)
+_FEWER_BITS_FROM = (2, 13)
 # Since when `max_norm` sees all indices as one list.
 _ONE_LIST_FROM = (2, 13)
 _WARP, _MOST_THREADS, _FEW_BLOCKS = 32, 1024, 4
@@ -77,8 +78,10 @@ def _by_sorting(
     cub, is_newest = cub_of(engine, device), engine.memory.torch_version(device) >= _FEWER_BITS_FROM
     with engine.scratch(device, listed, listed):
         bits = rows.bit_length() if is_newest else None
-        with engine.scratch(device, listed, cub.radix_sort(count, item, item, bits)):
-            pass
+        with engine.scratch(device, listed):
+            growing.fill(engine, device, item)
+            with engine.scratch(device, cub.radix_sort(count, item, item, bits)):
+                pass
         with engine.scratch(device, listed if by_frequency else 0):
             # How often each index occurs: the places in each run, and then the last one's for all of it.
             for _ in range(2 if by_frequency else 0):
