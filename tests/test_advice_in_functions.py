@@ -211,3 +211,10 @@ def test_which_functions_have_a_text_that_can_be_changed() -> None:
     assert found["moving"].margin == " " * 8
     ast.parse(found["moving"].text)
     assert len(list(own_functions(["around"], namespace))) == 1
+
+
+def test_a_class_that_a_comprehension_mentions_is_found() -> None:
+    with notebook(SMALL) as book:
+        book.cell(TRAIN)
+        found = {one.name for _, one in written_functions(["train"], book.shell.user_ns)}
+    assert found == {"train", "Block.__init__", "Block.forward"}

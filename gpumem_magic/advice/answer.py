@@ -197,7 +197,7 @@ class Advice:
             _in_a_row(one),
             human(one.need.allocated),
             human(saved),
-            _on_the_card(one.run),
+            "does not fit" if one.run.ending == MEMORY else _on_the_card(one.run),
             results,
             self._costs(one),
         ]

@@ -59,8 +59,16 @@ def own_functions(names: Iterable[str], namespace: Mapping[str, Any], methods: b
                 seen.add(code)
                 if whose(code.co_filename) == OWN:
                     # Before its code is changed.
-                    todo.append((frozenset(code.co_names), function.__globals__))
+                    todo.append((frozenset(_names_in(code)), function.__globals__))
                     yield function
+
+
+def _names_in(code: CodeType) -> Iterator[str]:
+    """The names that a function mentions, those of the functions and comprehensions in it among them."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _names_in(inner)
 
 
 def _functions_of(thing: object) -> Iterable[object]:
