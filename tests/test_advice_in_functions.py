@@ -107,15 +107,15 @@ def test_a_method_of_a_model_that_is_there_already_is_changed() -> None:
     )
     with notebook(SMALL) as book:
         book.cell(ATTENTION)
-        found = advice_of(book, cell).found
+        advice = advice_of(book, cell)
+    found = advice.found
     (fused,) = (one for one in found.outcomes if one.name == "scaled_dot_product_attention")
     ((place, text),) = fused.program.changed.items()
     assert place.name == "Attention.forward"
     assert "scaled_dot_product_attention" in text
     assert fused.need.allocated < found.base.need.allocated
     # What a method needs above it stands above its class.
-    (pieces,) = (one for one in found.outcomes if one.name == "cross-entropy in pieces")
-    diff = Advice(found, str)._diff(pieces).splitlines()
+    diff = advice.diffs["cross-entropy in pieces"].splitlines()
     assert diff[1] == "@@ above the class of Attention.loss @@"
     assert "+from torch.utils.checkpoint import checkpoint" in diff
     # The function's module has this one.

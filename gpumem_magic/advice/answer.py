@@ -63,6 +63,11 @@ class Advice:
         return "" if self.found.best is None else self._diff(self.found.best)
 
     @property
+    def diffs(self) -> dict[str, str]:
+        """The same for each change by itself, by its name in the table; "" for settings of the allocator."""
+        return {one.name: self._diff(one) for one in self.found.outcomes}
+
+    @property
     def fits(self) -> bool:
         """Whether the cell fits, with what is advised or as it is."""
         return (self.found.best or self.found.base).run.fits
