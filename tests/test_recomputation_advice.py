@@ -105,16 +105,16 @@ def test_a_models_own_switch_is_reached_through_wrappers_also_where_weights_are_
     found = advised(LAYERS + SWITCH + "model = Around(Adapted(Switched())).cuda()" + LOOP)
     switched = next(one for one in found.outcomes if one.name == "gradient checkpointing of model")
     line = 'model.model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})'
-    assert line in switched.code
+    assert line in switched.program.cell
     # Reentrant checkpoints of frozen layers would have left nothing to be trained, and backward would have failed.
     assert switched.run.fits
     assert switched.saves(found.base)
-    assert switched.code.count("model.train()") == 1
+    assert switched.program.cell.count("model.train()") == 1
     trained = advised(LAYERS + SWITCH + "model = Around(Switched()).cuda()" + LOOP + "    model.train()\n")
     switched = next(one for one in trained.outcomes if one.name == "gradient checkpointing of model")
-    assert "model.model.gradient_checkpointing_enable()" in switched.code
+    assert "model.model.gradient_checkpointing_enable()" in switched.program.cell
     # (The program's own.)
-    assert switched.code.count("model.train()") == 1
+    assert switched.program.cell.count("model.train()") == 1
 
 
 LORA = """
