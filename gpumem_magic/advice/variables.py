@@ -11,6 +11,7 @@ from typing import Any
 
 from gpumem_magic.advice.evidence import NamedThings, names_inside
 from gpumem_magic.advice.written_functions import WrittenFunction
+from gpumem_magic.failures import swallowed
 
 # The first may find an optimizer without its states.
 _CALLS = 3
@@ -43,7 +44,10 @@ class VariablesWatch:
 
         def left(frame: FrameType, event: str, given: Any) -> Any:
             if event == "return":
-                self.variables[found] = names_inside(frame.f_locals)
+                try:
+                    self.variables[found] = names_inside(frame.f_locals)
+                except Exception as error:  # it would be the program's; its changes are fewer so
+                    swallowed(error)
             return left
 
         return left
