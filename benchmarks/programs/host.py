@@ -20,12 +20,17 @@ class OnHost(TorchFunctionMode):
     """A tensor's way to a device leads nowhere, and devices that calls name are the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
-        args, kwargs = tree_map(_on_host, (tuple(args), dict(kwargs or {})))
+        # (A size stays one: `tensor.new` takes a tuple of numbers for elements.)
+        args, kwargs = tree_map(_on_host, (tuple(args), dict(kwargs or {})), is_leaf=_is_size)
         if func is torch.Tensor.to and len(args) > 1 and isinstance(args[1], int):
             args = (args[0], torch.device("cpu"), *args[2:])
         return func(*args, **kwargs)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, torch.Size)
 
 
 def _on_host(value: Any) -> Any:
