@@ -11,6 +11,7 @@ from importlib import import_module
 
 import pytest
 from causes_cells import SETUP, names, notebook
+from test_causes_at_the_peak import TOLD
 
 from gpumem_magic import causes
 from gpumem_magic.causes import catalog, shortage
@@ -2706,7 +2707,7 @@ def test_every_detector_has_a_case() -> None:
     told = (told - {"pinned_by_"}) | {"pinned_by_out", "pinned_by_traceback", shortage.NAME}
     # (A cell has no process group: `test_virtual_distributed` has their cases.)
     of_ranks = {"gradients_in_buckets", "buckets_made_anew"}
-    assert told == {case.tells for case in GUILTY} | of_ranks
+    assert told == {case.tells for case in GUILTY} | {one.cause for one in TOLD} | of_ranks
     defined = {
         name
         for module in modules

@@ -56,6 +56,13 @@ DESCRIBING = frozenset(
         "retained_gradients",
         "asked_for",
         "matrices_of_rows",
+        "all_at_once",
+        "sets_of_weights",
+        "kept_steps",
+        "repeated_modules",
+        "joined_to_be_reduced",
+        "outside_of_autocast",
+        "joined_weights",
     }
 )
 LEAST_CELLS = 200

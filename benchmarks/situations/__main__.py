@@ -55,8 +55,8 @@ def main() -> int:
             continue
         first = grading.first_lines(answer["text"])
         everything = f"{first}\n{answer['notes']}"
-        grades[one.name] = grading.grade(one, first, answer["causes"])
-        in_all = grading.grade(one, everything, answer["causes"])
+        grades[one.name] = grading.grade(one, first, answer["blamed"])
+        in_all = grading.grade(one, everything, answer["blamed"])
         totals["first two lines"][grades[one.name]] += 1
         totals["in all"][in_all] += 1
         if not options.json:

@@ -30,7 +30,7 @@ def warm_up() -> None:
 
 
 def run(situation: Situation) -> dict[str, Any]:
-    """{"text", "causes", "notes", "seconds"}, or {"skipped": why}."""
+    """{"text", "causes", "blamed", "notes", "seconds"}, or {"skipped": why}."""
     if not situation.cells:
         return {"skipped": "its cells are not here"}
     began = time.monotonic()
@@ -81,6 +81,7 @@ def _answer(situation: Situation) -> dict[str, Any]:
     return {
         "text": render(report, width=160),
         "causes": [one.name for one in report.causes],
+        "blamed": [one.name for one in report.causes if not one.describes],
         "notes": "\n".join(report.notes),
         "error": "" if report.error is None else f"{report.error.type}: {report.error.message}",
     }

@@ -118,7 +118,8 @@ def _in_a_forward(scene: Scene) -> Iterator[Cause]:
     forward = next(iter(_forwards_at_work(scene)), None)
     if forward is None or forward.failed or forward.graph:
         return
-    if sum(one.label == forward.label for one in scene.spans(FORWARD)) > 1:
+    others = [one for one in scene.spans(FORWARD) if one.label == forward.label and one is not forward]
+    if any(2 * _growth_in(scene, one) > _growth_in(scene, forward) for one in others):
         # They come in parts as it is.
         return
     batch = Batch(scene)
@@ -142,6 +143,12 @@ def _in_a_forward(scene: Scene) -> Iterator[Cause]:
         f"Half of them at a time would take about {human(saved)} less{_why_no_more(scene, saved, size, at)}.",
         size,
     )
+
+
+def _growth_in(scene: Scene, forward: Span) -> int:
+    """How much more is there within it than at its start, at most."""
+    begin, end = scene.start_of(forward), scene.end_of(forward)
+    return scene.timeline.peak(begin, end)[0] - scene.timeline.allocated_at(begin)
 
 
 def _why_no_more(scene: Scene, saved: int, size: int, at: int) -> str:

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
 
-from gpumem_magic.causes.alike import Alike, births_alive, bytes_of, made_by, statement_of
+from gpumem_magic.causes.alike import Alike, births_alive, bytes_of, made_by, of_birth, statement_of
 from gpumem_magic.causes.libraries import gathering
-from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.written import name_given
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import size_of
@@ -137,6 +137,31 @@ def joined_gradients(scene: Scene) -> Iterator[Cause]:
             if name and normed
             else "Work on each by itself, or on views of one buffer, where that will do.",
             joined,
+        )
+        return
+
+
+def joined_weights(scene: Scene) -> Iterator[Cause]:
+    """All weights once more in one piece, and what is computed of that."""
+    weights = scene.living_in(scene.moment, "parameters")
+    whole = sum(each.requested for each in weights)
+    alive = list(births_alive(scene))
+    for event, birth in scene.births:
+        size = bytes_of(birth.shape or (), birth.dtype)
+        joins = birth.kernel == "cat" and not birth.node and len(birth.inputs) >= _PARTS and event < scene.moment
+        if not joins or len(weights) < _PARTS or 10 * abs(size - whole) > whole:
+            continue
+        there = [each for _, each, one in alive if one.shape == birth.shape]
+        if sum(there) < max(WORTH, scene.part_of_peak(3)):
+            continue
+        yield Cause(
+            "joined_weights",
+            f"{of_birth(scene, event, birth)} copies all weights into one piece, {human(size)}, and {len(there)} of that size "
+            f"are there at the peak: {human(sum(there))}.",
+            "Weight by weight (`sum(((p - q) ** 2).sum() for p, q in zip(model.parameters(), old))`) no tensor is larger "
+            "than one weight.",
+            sum(there),
+            describes=True,
         )
         return
 

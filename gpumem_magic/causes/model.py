@@ -295,15 +295,16 @@ class Scene:
         point = self.tensors.statement_at(position) if self.tensors is not None else None
         return (point.loops, point.iteration) if point is not None and point.loops else None
 
-    def highest_without(self, parts: Iterable[Allocation], share: int = 1) -> tuple[int, int]:
-        """The highest that would be allocated if one part in `share` of these blocks went, in bytes, and at which position."""
+    def highest_without(self, parts: Iterable[Allocation], share: int = 1, until: int | None = None) -> tuple[int, int]:
+        """The highest that would be allocated, up to a position, if one part in `share` of these blocks went, in bytes, and at
+        which position."""
         changes: Counter[int] = Counter()
         for one in parts:
             changes[one.born + 1] -= one.size // share
             if one.freed is not None:
                 changes[one.freed + 1] += one.size // share
         less = highest = at = 0
-        for position in range(self.end + 1):
+        for position in range((self.end if until is None else until) + 1):
             less += changes[position]
             if (size := self.timeline.allocated_at(position) + less) > highest:
                 highest, at = size, position

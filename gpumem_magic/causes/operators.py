@@ -49,6 +49,8 @@ _BY_INDEX = tuple(
 )
 _HEADS = re.compile(r"repeat_kv|attention")
 _HALVES = frozenset({"float16", "bfloat16"})
+# A wider type -> the narrower ones that it may come to instead.
+_WIDER = {"float32": _HALVES, "float64": _HALVES | {"float32"}, "complex128": frozenset({"complex64"})}
 # What a program calls to have another type. Under autocast other operators convert what they are given.
 _CONVERSIONS = frozenset({"to", "float", "type", "type_as", "_to_copy"})
 _FACTORIES = frozenset(
@@ -58,9 +60,11 @@ _FACTORIES = frozenset(
 _IMAGES = 4
 _FILLED = frozenset({"new_zeros", "zeros", "zeros_like", "empty", "new_empty"})
 # Two factors of a product of batches; from so many rows on, and such sides, a matrix for each is much.
-_FACTORS, _BATCHED, _MANY_ROWS, _WIDE = 2, 3, 1024, 16
+_FACTORS, _TWICE, _BATCHED, _MANY_ROWS, _WIDE = 2, 2, 3, 1024, 16
 # Fewer positions have not many pairs.
 _PAIRS_FROM = 256
+# What is less than one part in so many is no fault.
+_SMALL_PART = 4
 # A vocabulary, rather than features.
 _WORDS = 4096
 _LOSS_IN_PARTS = (
@@ -178,7 +182,8 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         if theirs and not logits:
             yield Cause("float32_copy", f"{text}.", widening(birth.place), alike.bytes, describes=True)
             return
-        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes)
+        few = _SMALL_PART * alike.bytes < scene.report.peak.allocated or alike.bytes < WORTH // _SMALL_PART
+        yield Cause("float32_copy", f"{text}.", remedy, alike.bytes, describes=few)
         return
     for alike, *_ in alive_in_shapes(scene, lambda birth: _is_head(birth) and not birth.node):
         if positions := _positions_unread(scene, alike.shape):
@@ -193,23 +198,26 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
 
 
 def promoted(scene: Scene) -> Iterator[Cause]:
-    """A result in float32 of 16-bit numbers, and of a smaller tensor in float32."""
+    """A result in float32 of 16-bit numbers and of a smaller tensor in float32; or in float64, as NumPy has its numbers."""
     for last, *_ in alive_in_shapes(scene, _is_promoted):
         alike = behind(scene, last, _is_promoted)
         if alike is None or alike.bytes < scene.part_of_peak(10):
             continue
+        wide = alike.birth.dtype
         shapes = {dtype: shape for shape, dtype in alike.birth.inputs}
-        half = next(dtype for dtype in shapes if dtype in _HALVES)
+        rest = next(dtype for dtype in shapes if dtype != wide)
         place = alike.birth.place
         names = operands(place.expression) if place is not None else []
-        small = names[[dtype for _, dtype in alike.birth.inputs].index("float32")] if names else "the other"
+        small = names[[dtype for _, dtype in alike.birth.inputs].index(wide)] if names else "the other"
         quoted = f"`{small}`" if names else small
+        of_it = bytes_of(alike.shape, wide) // bytes_of(alike.shape, rest)
         yield Cause(
             "promoted",
-            f"{made_by(scene, alike)} gives float32, because {quoted} {shape_words(shapes['float32'])} is float32, where the "
-            f"rest is {half}: {size_words(alike)}.",
-            f"{f'`{small}.to(torch.{half})`' if names else f'The other in {half}'} leaves the result in {half}, half of that.",
-            alike.bytes // 2,
+            f"{made_by(scene, alike)} gives {wide}, because {quoted} {shape_words(shapes[wide])} is {wide}, where the "
+            f"rest is {rest}: {size_words(alike)}.",
+            f"{f'`{small}.to(torch.{rest})`' if names else f'The other in {rest}'} leaves the result in {rest}, "
+            f"{'half' if of_it == _TWICE else 'a quarter'} of that.",
+            alike.bytes - alike.bytes // of_it,
         )
         return
 
@@ -327,10 +335,10 @@ def _is_widened(birth: Birth) -> bool:
 
 
 def _is_promoted(birth: Birth) -> bool:
-    types = [dtype for _, dtype in birth.inputs]
-    if birth.dtype != "float32" or len(types) != _FACTORS or "float32" not in types or not _HALVES.intersection(types):
+    types, narrower = [dtype for _, dtype in birth.inputs], _WIDER.get(birth.dtype, frozenset())
+    if len(types) != _FACTORS or birth.dtype not in types or not narrower.intersection(types):
         return False
-    (wide, _), (small, _) = sorted(birth.inputs, key=lambda each: each[1] == "float32")
+    (wide, _), (small, _) = sorted(birth.inputs, key=lambda each: each[1] == birth.dtype)
     return wide == birth.shape and prod(small) * _TIMES <= prod(wide) and goes_by_numbers(birth.kernel)
 
 
@@ -393,8 +401,8 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
         padded = (1,) * (len(alike.shape) - len(small)) + small
         one_to_many = all(few in (1, many) for few, many in zip(padded, alike.shape, strict=True))
         reader = (reader_of_a_view(scene, alike) or _index_of(scene, alike)) if one_to_many else ""
-        if not reader:
-            # What needs its rows in one piece would copy the view.
+        if not reader or _is_written_to(scene, alike):
+            # What needs its rows in one piece would copy the view; and who writes to it needs all of it.
             return None
         remedy = f"With `.expand` it would be a view, which takes nothing: {reader} reads one as it is."
         told = f"{what} repeats {shape_words(small)} to {shape_words(alike.shape)}: {size_words(alike)}."
@@ -403,6 +411,14 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
             "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
         )
     return Cause("expanded_copy", told, remedy, alike.bytes)
+
+
+def _is_written_to(scene: Scene, alike: Alike) -> bool:
+    """Whether the program assigns to parts of the variable that gets it, or calls what works in place."""
+    name = name_given(alike.birth.place.text) if alike.birth.place is not None else ""
+    return bool(name) and scene.program.matches_any(
+        re.compile(rf"\b{name}(?:\[[^=\n]*\]\s*[-+*/&|]?=(?!=)|\.[a-z]\w*_\()")
+    )
 
 
 def _goes_into_attention(scene: Scene, alike: Alike) -> bool:
@@ -432,7 +448,7 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         return _rows_for_pairs(scene, alike, rows)
     if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel):
         return None
-    if birth.dtype == "bool" or birth.kernel == "_to_copy":
+    if birth.dtype == "bool" or birth.kernel == "_to_copy" or birth.kernel.startswith("upsample"):
         # What else has the shape was there before: who asks which numbers are positive has the numbers.
         alike = alone(scene, alike)
     if alike.bytes < scene.part_of_peak(4):
@@ -461,6 +477,10 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         )
     elif birth.place is not None and _HESSIAN.search(birth.place.expression):
         remedy = "`torch.autograd.functional.vhp` (or `hvp`) gives its product with a vector, and makes no matrix."
+    elif birth.kernel == "im2col" and _is_multiplied_by_numbers(scene, alike):
+        remedy = (
+            "Smaller windows, or fewer channels before it, make it smaller; so does a part of the images at a time."
+        )
     elif birth.kernel == "im2col":
         remedy = "Where the windows are multiplied with weights, `F.conv2d` does it without storing them."
     elif birth.kernel.startswith("upsample"):
@@ -481,6 +501,14 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         alike.bytes,
         describes=True,
     )
+
+
+def _is_multiplied_by_numbers(scene: Scene, alike: Alike) -> bool:
+    """Whether what reads it first goes number by number: windows of which each has weights of its own."""
+    size = prod(alike.shape)
+    later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
+    reader = next((one for one in later if any(prod(shape) == size for shape, _ in one.inputs)), None)
+    return reader is not None and goes_by_numbers(reader.kernel)
 
 
 def _looked_up_for_pairs(birth: Birth) -> int:

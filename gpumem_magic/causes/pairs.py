@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from gpumem_magic.causes.alike import Alike, bytes_of, made_by, numbers_alive, size_words, squeezed, taken_in_by
-from gpumem_magic.causes.model import LEAST, Scene
+from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import expression_of, parsed, parsed_expression
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
@@ -27,6 +27,8 @@ MULTIPLIES = re.compile(r"@|\b(?:matmul|b?mm|einsum|outer|inner|tensordot|ger|cd
 _PARTS = 3
 # Pairs that are meant are worth a word where they take one part in so many of the peak.
 _SHARE, _MEANT_FROM = 3, 8 * MIB
+# Smaller ones are no fault.
+_FAULT = WORTH
 # A product of two weights has so many times the length that they share in both directions.
 _LOW = 4
 _DISTANCES = re.compile(r"cdist|pairwise|euclidean")
@@ -64,7 +66,8 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     if alike.bytes < max(_MEANT_FROM, scene.part_of_peak(_SHARE)) or bytes_of(alike.shape, birth.dtype) < LEAST:
         # Meant, and one thing among others; or the many small ones of a loop's steps.
         return None
-    return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes)
+    small = alike.bytes < _FAULT
+    return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes, describes=small)
 
 
 def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -256,6 +259,7 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
         f"{more}.",
         remedy,
         alike.bytes,
+        describes=alive < _FAULT,
     )
 
 

@@ -8,6 +8,7 @@ from math import prod
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import MODULE, module_of, quoted
+from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
 from gpumem_magic.report.failure import failed_request, is_of_memory
@@ -103,7 +104,12 @@ def checkpointed_for_nothing(scene: Scene) -> Iterator[Cause]:
         return
     kept = [one for one in scene.timeline.live_at(begin) if scene.labels[one.index].category == "activations"]
     again = [one for one in scene.timeline.allocations if any(start <= one.born < end for start, end in pieces)]
+    births = scene.recording.logs[scene.device].births
+    between = [one for one in kept if (birth := births.get(one.born)) is not None and _is_checkpointed(birth)]
     if size_of(kept) < scene.part_of_peak(4) or 10 * size_of(again) > size_of(kept):
+        return
+    if 2 * size_of(between) < size_of(kept):
+        # Most is kept by what is not checkpointed.
         return
     yield Cause(
         "checkpointed_for_nothing",
@@ -112,6 +118,11 @@ def checkpointed_for_nothing(scene: Scene) -> Iterator[Cause]:
         "Checkpoint several layers in one part: of each only the first one's input is kept.",
         size_of(kept),
     )
+
+
+def _is_checkpointed(birth: Birth) -> bool:
+    """Whether a part that is checkpointed made it."""
+    return birth.place is not None and "checkpoint" in birth.place.text
 
 
 def wide_inference(scene: Scene) -> Iterator[Cause]:

@@ -225,7 +225,8 @@ def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:
     return {
         (prod(shape), shape[-1])
         for birth in births
-        if birth.kernel in _PRODUCTS
+        # (A backward multiplies the scores' gradients, whatever reads the scores.)
+        if birth.kernel in _PRODUCTS and not birth.node
         for shape, _ in birth.inputs
         if len(shape) >= 2 and shape[-1] == shape[-2] >= _LEAST_LENGTH
     }

@@ -164,13 +164,14 @@ def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
     """An optimizer that steps a model's own weights beside adapters, which are to be trained in their place."""
     weights = [one for one in scene.held if one.kind == "parameter"]
     for name, known in scene.holdings.optimizers.items():
-        stepped = [one for one in weights if (one.device, one.address) in known - scene.holdings.frozen]
-        small = _adapters(stepped, [one for one in weights if one not in stepped])
+        trained = known - scene.holdings.frozen
+        stepped = [one for one in weights if (one.device, one.address) in trained]
+        small = _adapters(stepped, [one for one in weights if (one.device, one.address) not in trained])
         adapters = [one for one in stepped if one.place in small]
         others = [one for one in stepped if one.place not in small]
-        states = [one for one in scene.held if one.kind == "optimizer_state" and _is_of(one, name, others)]
         if not adapters or 10 * size_of(adapters) > size_of(others):
             continue
+        states = _states_of(scene, name, others)
         total = size_of(others) + size_of(states)
         if not states or total < scene.part_of_peak(5):
             continue
@@ -264,7 +265,7 @@ def frozen_too_late(scene: Scene) -> Iterator[Cause]:
         if any(2 * size_of(added_to(scene, ours, begin, end)) >= size_of(ours) for begin, end in passed):
             continue
         frozen = [parameters[one.place.removesuffix(_GRADIENT)] for one in gradients]
-        states = [one for one in scene.held if one.kind == "optimizer_state" and _is_of(one, optimizer, frozen)]
+        states = _states_of(scene, optimizer, frozen)
         if not gradients or size_of(gradients) + size_of(states) < scene.part_of_peak(20):
             continue
         # (A loop's variable may be the shortest name of one of them.)
@@ -282,8 +283,9 @@ def frozen_too_late(scene: Scene) -> Iterator[Cause]:
         return
 
 
-def _is_of(state: Held, optimizer: str, parameters: list[Held]) -> bool:
-    return any(state.place.startswith(f"{optimizer}.state[{one.place}]") for one in parameters)
+def _states_of(scene: Scene, optimizer: str, parameters: Sequence[Held]) -> list[Held]:
+    begins = tuple(f"{optimizer}.state[{one.place}]" for one in parameters)
+    return [one for one in scene.held if one.kind == "optimizer_state" and one.place.startswith(begins)]
 
 
 def wasted_gradients(scene: Scene) -> Iterator[Cause]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.statements import last_name
 from gpumem_magic.causes.without_backward import graph_without_backward, may_train, without_a_graph
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.devices.base import CodePlace
@@ -144,9 +145,17 @@ def _only_compared_with(statement: str, called: str) -> set[str]:
     for node in ast.walk(parsed(statement.strip())):
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == called:
             given = [*node.args, *(one.value for one in node.keywords if one.arg == "target")][:2]
-            names = [{each.id for each in ast.walk(one) if isinstance(each, ast.Name)} for one in given]
+            # (Of what is detached the loss compares with the numbers alone, and the graph is for something else.)
+            names = [
+                {each.id for each in ast.walk(one) if isinstance(each, ast.Name)} if not _is_detached(one) else set()
+                for one in given
+            ]
             return names[1] - names[0] if len(names) > 1 else set()
     return set()
+
+
+def _is_detached(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) == "detach"
 
 
 def _goes_backward_elsewhere(scene: Scene, unused: Sequence[Allocation]) -> bool:

@@ -27,7 +27,7 @@ _MAIN = 2
 # Its text says what the groups say.
 _LISTS_HOLDERS = "memory_ran_out"
 # These are there whatever fills the memory: the list, and that a smaller batch, or smaller images, take less.
-_OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch", "large_images", FRAGMENTATION})
+_OF_ANYTHING = frozenset({_LISTS_HOLDERS, "whole_batch", "large_images", "repeated_modules", FRAGMENTATION})
 _TELLS_TEMPORARIES = "optimizer_temporaries"
 # It says that nothing is wrong.
 _SOUND = "steady"
@@ -41,6 +41,10 @@ _WASTE = frozenset(
         "left_over_copy",
         "alike_buffers",
         "retained_gradients",
+        "sets_of_weights",
+        "joined_weights",
+        "outside_of_autocast",
+        "kept_steps",
     }
 )
 _MUCH = 4
