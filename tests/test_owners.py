@@ -303,6 +303,32 @@ def test_an_object_that_something_else_holds_is_not_called_a_cycle(machine: Any)
     del elsewhere
 
 
+def test_what_only_a_librarys_module_or_class_holds_goes_by_its_name(
+    machine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = types.ModuleType("a_library")
+    library.__file__ = "/somewhere/site-packages/a_library.py"
+    kind = type("Registry", (), {"__module__": "a_library", "kept": [ran("kept = {'x': mib(8)}").pop("kept")]})
+    vars(library).update(Registry=kind, cache={"y": ran("kept = mib(4)").pop("kept")})
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    assert len(find_owners(machine, {}).lost) == 2
+    holdings = find_owners(machine, {}, cycles=True)
+    assert places(holdings) == {"a_library.Registry.kept[0]['x']": 8 * MIB, "a_library.cache['y']": 4 * MIB}
+    assert {(root.kind, root.statement) for root in holdings.roots} == {("module", None)}
+    monkeypatch.delitem(sys.modules, "a_library")
+    assert len(find_owners(machine, {}, cycles=True).lost) == 2
+    del kind, library
+
+
+def test_the_value_of_a_context_variable_is_held_by_it(machine: Any) -> None:
+    namespace = ran("import contextvars\nspans = contextvars.ContextVar('spans')\nspans.set([mib(8)])")
+    holdings = find_owners(machine, namespace)
+    assert places(holdings) == {"spans[0]": 8 * MIB}
+    (root,) = holdings.roots
+    assert (root.name, root.statement) == ("spans", "spans.set(None)")
+    assert freed_by(machine, namespace, "spans.set(None)") == 8 * MIB
+
+
 def test_nothing_is_collected_and_nothing_is_kept(machine: Any) -> None:
     namespace = ran(TRAINING + CYCLE + "make()\n" + "def g():\n    t = mib(1)\n    yield\ni = g()\nnext(i)")
     watched = [weakref.ref(namespace[name]) for name in ("model", "optimizer", "x", "loss", "i")]

@@ -17,6 +17,7 @@ import torch
 from gpumem_magic.looks import tensors
 from gpumem_magic.looks.objects import is_a, name_of_class
 from gpumem_magic.owners.autograd import graph_behind, is_node_type, saved_by
+from gpumem_magic.owners.elsewhere import held_elsewhere
 from gpumem_magic.owners.model import Root
 from gpumem_magic.owners.ring import ring_words
 from gpumem_magic.owners.roots import FREE_CYCLES
@@ -27,16 +28,18 @@ _MEMBERS = 4
 
 
 def garbage_holding(locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> Iterable[tuple[Root, list[Any]]]:
-    """Roots of kind "cycle" for the live blocks that the walk did not reach: each cycle by the classes of its members."""
+    """Roots of kind "cycle" for the live blocks that the walk did not reach: each cycle by the classes of its members; and of
+    kind "module" for what a library's own module holds."""
     # In no comprehension: Python's objects have its cell among them, so that a cycle would hold all of them when this is over.
     unseen = walk.not_met(gc.get_objects())
-    candidates = _closure(unseen, _starting_points(unseen, locate, walk, blocks))
+    starts = _starting_points(unseen, locate, walk, blocks)
+    candidates = _closure(unseen, starts)
     garbage = _only_held_by_each_other(unseen, candidates)
     found = []
     for group in _groups(candidates, garbage):
         things = list(map(unseen.__getitem__, group))
         found.append((Root(_words(things), "cycle", FREE_CYCLES), things))
-    return found
+    return [*found, *held_elsewhere(unseen, candidates, [one for one in starts if one not in garbage])]
 
 
 def _starting_points(unseen: list[Any], locate: Locate, walk: Traversal, blocks: Mapping[Place, Any]) -> list[int]:

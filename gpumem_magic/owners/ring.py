@@ -6,13 +6,13 @@ import gc
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
-from types import CellType, FunctionType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
 from gpumem_magic.looks import tensors
-from gpumem_magic.looks.objects import is_a, members, module_of_class, name_of_class, shown, text
+from gpumem_magic.looks.objects import is_a, locals_of, members, module_of_class, name_of_class, shown, text
 from gpumem_magic.owners.naming import attribute_labels, is_id
 
 _PLAIN = (dict, list, tuple, set, torch.Tensor, type)
@@ -88,6 +88,8 @@ def _told(way: Sequence[Any]) -> str:
 
 
 def _station(thing: Any) -> str:
+    if is_a(thing, FrameType):
+        return f"{thing.f_code.co_name}()"
     return text(thing.__name__) if is_a(thing, FunctionType) else name_of_class(type(thing))
 
 
@@ -109,6 +111,8 @@ def _label(holder: Any, held: Any) -> str:
         return ""
     if is_a(holder, (list, tuple)):
         return next((f"[{place}]" for place, one in enumerate(members(holder)) if one is held), "")
+    if is_a(holder, FrameType):
+        return next((f"{OF_CLOSURE}{name}" for name, one in locals_of(holder).items() if one is held), "")
     return attribute_labels(holder).get(id(held), "")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextvars
 import functools
 import sys
 import threading
@@ -44,6 +45,7 @@ def roots_of(shell: Any, namespace: Mapping[str, Any], error: BaseException | No
         *_variables(shell, namespace),
         *_traceback(shell, error),
         *_modules(namespace),
+        *_contexts(namespace),
         *_threads(namespace),
     ]
 
@@ -179,6 +181,16 @@ def _modules(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
             if variable == "__builtins__" or is_a(value, (types.ModuleType, types.FunctionType)):
                 continue
             yield Root(f"{name}.{variable}", "module", f"del {name}.{variable}", class_name(value)), [value]
+
+
+def _contexts(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
+    """The values of context variables, which no object that has a name refers to."""
+    names = {id(value): text(key) for key, value in items(namespace) if is_a(value, contextvars.ContextVar)}
+    for variable, value in contextvars.copy_context().items():
+        if name := names.get(id(variable)):
+            yield Root(name, "variable", f"{name}.set(None)", class_name(value)), [value]
+        else:
+            yield Root(text(variable.name), "module", None, class_name(value)), [value]
 
 
 def _threads(namespace: Mapping[str, Any]) -> Iterator[Rooted]:
