@@ -457,6 +457,33 @@ NOTES = (
     "from torch._dynamo.side_effects import SideEffects\n\n"
     "def Node(x):\n    notes = SideEffects.__new__(SideEffects)\n    notes.keepalive = [x, notes]\n    return notes"
 )
+STALE_STATES = """
+points = nn.Parameter(mib(32))
+opt = torch.optim.Adam([points])
+def fit():
+    points.square().mean().backward()
+    opt.step()
+    opt.zero_grad()
+def split():
+    global points
+    grown = nn.Parameter(points.detach().clone())
+    opt.param_groups[0]["params"] = [grown]
+    opt.state[grown] = dict(opt.state[points])
+    points = grown
+"""
+WAITING_THREADS = """
+import queue, threading
+inbox, outbox = queue.Queue(), queue.Queue()
+def serve():
+    batch = inbox.get()
+    while batch is not None:
+        out = batch.cuda() * 2
+        outbox.put(out.sum().item())
+        batch = inbox.get()
+workers = [threading.Thread(target=serve, daemon=True) for _ in range(3)]
+for worker in workers:
+    worker.start()
+"""
 GUILTY += [
     Case("missing_zero_grad", (TRAIN, FORGOTTEN), "never calls `zero_grad`"),
     Case("missing_zero_grad", (TRAIN.replace("SGD", "Adam"), FORGOTTEN), "`optimizer.zero_grad()` right after"),
@@ -1082,7 +1109,7 @@ GUILTY += [
             "several = [nn.Linear(2048, 2048).cuda() for _ in range(4)]\n"
             "for one in several:\n    one(x).mean().backward()",
         ),
-        "`several` (line 2) keeps 4 models on the device: 128 MiB, 32.0 MiB each",
+        " for _ in range(4)]`) keeps 4 models on the device: 128 MiB, 32.0 MiB each",
     ),
     Case(
         "in_place",
@@ -2442,6 +2469,25 @@ GUILTY += [
         "or `[:, :90]`), the batch",
     ),
     Case("padding", (PADDED.format(index=", padding_idx=0"), BY_INDEX.format(SHORT, 512, False)), "or `[:, -90:]`)"),
+    Case(
+        "left_from_before",
+        ("first = net(5120, 4)", "second = net(4096, 4)\nx = mib(1500)\ny = mib(700)"),
+        "`first` is there from earlier cells, and this one does not use it",
+        device="virtual:3GiB",
+    ),
+    Case(
+        "stale_states",
+        (STALE_STATES, "for _ in range(6):\n    fit()\n    split()"),
+        '(`opt.param_groups[0]["params"] = [grown]`, In [3], line 10)',
+    ),
+    Case(
+        "kept_by_threads",
+        (
+            WAITING_THREADS,
+            "for _ in workers:\n    inbox.put(torch.ones(1 << 21))\nsums = [outbox.get() for _ in workers]",
+        ),
+        "in serve() still hold",
+    ),
 ]
 INNOCENT += [
     Case("", (TIED.format(ties=WEIGHT), "model = Words(True).cuda()\ny = model(ids)")),

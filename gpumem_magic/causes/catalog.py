@@ -39,6 +39,8 @@ from gpumem_magic.causes import (
     shapes,
     shortage,
     spikes,
+    stale_states,
+    threads,
     ties,
     training,
     unread,
@@ -66,6 +68,7 @@ DETECTORS: tuple[Detector, ...] = (
     device_memory.private_pools,
     device_memory.other_streams,
     shortage.memory_ran_out,
+    shortage.left_from_before,
     device_memory.another_process,
     graphs.graphs_alive,
     own_functions.kept_on_ctx,
@@ -84,6 +87,7 @@ DETECTORS: tuple[Detector, ...] = (
     kept.asked_for,
     kept.pinned_by_view,
     kept.kept_by_hook,
+    threads.kept_by_threads,
     errors.kept_errors,
     several_devices.gathered,
     several_devices.room_elsewhere,
@@ -95,6 +99,7 @@ DETECTORS: tuple[Detector, ...] = (
     untrained.wasted_gradients,
     untrained.frozen_too_late,
     untrained.kept_by_optimizer,
+    stale_states.stale_states,
     untrained.trained_beside_adapters,
     ties.broken_ties,
     copies.built_again,
@@ -224,6 +229,9 @@ DESCRIBING = frozenset(
     }
 )
 _ALLOCATORS = "fragmentation"
+# What a sound training needs is told behind what nobody needs, however much that is.
+_NEEDED = frozenset({"optimizer_states", "optimizer_temporaries", "whole_batch"})
+_NOT_NEEDED = "left_from_before"
 # It says why a second try failed, too.
 _FIRST = "retry_in_except"
 # A smaller batch is always another way: told where nothing is to be mended, and after all else.
@@ -233,8 +241,8 @@ _GROWING = frozenset({"growth", "kept_graphs"})
 # A cause that another one explains better is not told twice.
 _COVERED = {
     "model_built_again": ("optimizer_of_the_former",),
-    "optimizer_states": ("optimizer_history", "optimizer_of_the_former"),
-    "growth": ("pruned_weights", "kept_errors", "gradients_with_graphs", "input_gradients"),
+    "optimizer_states": ("stale_states", "optimizer_history", "optimizer_of_the_former"),
+    "growth": ("stale_states", "pruned_weights", "kept_errors", "gradients_with_graphs", "input_gradients"),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     # (Which keeps what the cache held before it grew.)
     "key_value_cache": ("missing_no_grad", "rebuilt_beside"),
@@ -326,6 +334,8 @@ def find_causes(scene: Scene) -> tuple[list[Cause], list[str]]:
     found = _with_what_is_shared(found)
     found = [one for one in found if one.describes or one.name in _GROWING or scene.is_large(one.bytes)]
     names = {one.name for one in found}
+    if _NOT_NEEDED in names:
+        found = [replace(one, describes=True) if one.name in _NEEDED else one for one in found]
     found = [one for one in found if not names.intersection(_COVERED.get(one.name, ()))]
     found = [one for one in found if not _is_the_same(one, found) and not _is_told_with(one, found)]
     if scene.report.error is None and any(not one.describes for one in found):

@@ -47,6 +47,12 @@ def kept_errors(scene: Scene) -> Iterator[Cause]:
         number = scene.holdings.number(name)
         gone = scene.freed([number]) if number is not None else []
         freed = size_of(gone)
+        # (A function that keeps in a variable what it caught is on a cycle with its own frame.)
+        frees = "and `gc.collect()` free" if any(one.cyclic for one in gone) else "frees"
+        let_go = f"`del {name}` {frees} {human(freed)}."
+        if 2 * freed < size_of(its):
+            # (Another name leads there, too, as a logger does to its handlers.)
+            freed, let_go = size_of(its), f"let go of {'them' if len(outermost) > 1 else 'it'} there."
         shown = outermost[0].place if len(outermost) == 1 else name
         place = added(scene, Spot(shown, tuple(its), None))
         at = f" ({place.words}, `{place.shown}`)" if place is not None else ""
@@ -54,9 +60,7 @@ def kept_errors(scene: Scene) -> Iterator[Cause]:
             "kept_errors",
             f"{quoted(shown)}{at} {_what(outermost)} the local variables of the functions that failed: {human(freed)}"
             f"{_chiefly(its, freed)}.",
-            # (A function that keeps in a variable what it caught is on a cycle with its own frame.)
-            f"{_without(scene, its, freed)}`del {name}` "
-            f"{'and `gc.collect()` free' if any(one.cyclic for one in gone) else 'frees'} {human(freed)}.",
+            f"{_without(scene, its, freed)}{let_go}",
             freed,
         )
 

@@ -83,15 +83,32 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     reach = "reaches" if len(others) == 1 else "reach"
     also = f" ({', '.join(map(quoted, others[:3]))} {reach} them, too)" if others else ""
     none = "" if scene.spans(BACKWARD) else ", and no backward ran here"
+    remedy = detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
+    if (again := _retained_for_the_list(scene, main)) is not None:
+        clear = f"`{main.container.place}.clear()`" if main.container is not None else "clear it"
+        remedy = (
+            f"Where each is for one backward, {clear} behind that, and leave out `retain_graph=True` ({again.words}); what is "
+            "only to be looked at later goes there by `.detach()`."
+        )
     keep, who = "keeps" if len(found) == 1 else "keep", told(found)
     yield Cause(
         "kept_graphs",
         f"{who[0].upper()}{who[1:]}{at} {keep} the graphs of {count} iterations alive{also}: {human(freed)} that were saved for "
         f"backward{none}.",
-        detaching(scene, found, place, list(dict.fromkeys([*others, *_roots_beside(scene, found)])), freed)
-        + _without_autograd(scene, found, alone=not others),
+        remedy + _without_autograd(scene, found, alone=not others),
         freed,
     )
+
+
+def _retained_for_the_list(scene: Scene, main: Spot) -> Written | None:
+    """The backward that keeps its graph, where most of what a list has was there before the one before the last: each goes
+    through all again."""
+    calls = scene.program.calls("backward", "retain_graph")
+    starts = sorted(map(scene.start_of, scene.spans(BACKWARD)))
+    if main.container is None or not calls or len(starts) < 2:
+        return None
+    old = [one for one in main.held if 0 <= born_at(scene, one) < starts[-2]]
+    return calls[0] if 2 * size_of(old) >= main.size else None
 
 
 def _on_the_way_to_a_backward(scene: Scene, found: Sequence[Spot], count: int, freed: int) -> Cause | None:

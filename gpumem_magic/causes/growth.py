@@ -19,6 +19,7 @@ from gpumem_magic.causes.places import (
     Spot,
     added,
     advice_known,
+    chain_of,
     common_stem,
     detach,
     general,
@@ -29,6 +30,7 @@ from gpumem_magic.causes.places import (
     together,
     told,
 )
+from gpumem_magic.causes.turns import turns_of_lines
 from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
@@ -51,6 +53,11 @@ def growth(scene: Scene) -> Iterator[Cause]:
         found = [_growth_of(scene, _joined(one, every), every) for one in recurring]
         # (What an inner loop gathers may go when it has ended, and an outer one keep more.)
         if growing := max((one for one in found if one is not None), key=lambda one: one.bytes, default=None):
+            if growing.text:
+                yield growing
+            return
+    for turns in turns_of_lines(scene):
+        if (growing := _growth_of(scene, turns, 1)) is not None:
             if growing.text:
                 yield growing
             return
@@ -145,6 +152,8 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
             "A library's own object may keep it, which Python does not look into.",
             left,
         )
+    if (chained := _in_a_chain(scene, found, text)) is not None:
+        return chained
     main = together([one for one in found if 10 * one.size >= found[0].size])
     if _only_graphs(main[0], addresses):
         main = [replace(main[0], held=tuple(one for one in main[0].held if one.kind == "graph")), *main[1:]]
@@ -167,6 +176,22 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
         f"{text}: {holder} {told(main)}{at}.",
         _less(scene, main),
         total,
+    )
+
+
+def _in_a_chain(scene: Scene, found: Sequence[Spot], text: str) -> Cause | None:
+    """What each object keeps that leads to the one before it (``state.previous``), so that the last one has all."""
+    held = [one for spot in found for one in spot.held]
+    if (chain := chain_of(held)) is None:
+        return None
+    first, link = chain
+    put = scene.program.adding(first.partition(".")[0], link) or scene.program.stating(re.compile(rf"\b{link}=(?!=)"))
+    at = f", put there at {put.words} (`{put.shown}`)" if put is not None else ""
+    return Cause(
+        "growth",
+        f"{text}: it is held by `{first}`, which leads from each to the one before{at}.",
+        f"Set `{first} = None` where the way back is not needed any more; else keep what it leads to on the host (`.cpu()`).",
+        size_of(held),
     )
 
 
@@ -277,6 +302,8 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
     host = "keep only what is used later, on the host (`.detach().cpu()`)"
     if any(one.kind == "parameter" and one.goes_through(MODULE) for one in spot.held):
         host = "keep the models that are used later on the host (`.cpu()`)"
+    elif ".param_groups[" in spot.place:
+        host = "make an optimizer of its own for what is trained alone, or take its group out of `param_groups` again"
     elif spot.held[0].kind == "optimizer_state":
         host = "keep one optimizer at a time"
     if spot.place.startswith(DEFAULT_ARGUMENT):

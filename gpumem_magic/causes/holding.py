@@ -11,7 +11,7 @@ from gpumem_magic.causes.places import base, variable_of
 from gpumem_magic.looks.code import cell_of
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import THIS_ERROR, Held, size_of
-from gpumem_magic.owners.ring import OF_CLOSURE, OF_NAMESPACE
+from gpumem_magic.owners.ring import OF_AN_ERROR, OF_CLOSURE, OF_NAMESPACE
 from gpumem_magic.recording.model import FORWARD, KEPT_BY_LIST, OF_A_CYCLE, OF_A_TRACE, Sighting
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
@@ -19,6 +19,9 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import MIB, human
 
 _DELETED = re.compile(r"^del\s+(?P<names>[\w\s,.\[\]'\"]+)$")
+# An error in a variable of a function that its traceback leads to.
+_OF_FRAME = re.compile(r"(?P<function>\w+)\(\)'s (?P<variable>\w+)")
+_LINK = re.compile(r"make `(?P<kind>\w+)\.(?P<attribute>\w+)` a")
 _CYCLE = re.compile(rf"{OF_A_CYCLE} \((?P<way>.*)\)$")
 # What nvidia-smi goes on showing is worth a word only where someone would wonder.
 _WONDER = 64 * MIB
@@ -100,6 +103,8 @@ def reference_cycle(scene: Scene) -> Iterator[Cause]:
     alike = f" ({cycles} alike)" if cycles > 1 and len(names) == len(ways) == 1 else ""
     told = f": {', '.join(ways[:2])}{', ...' if len(ways) > 2 else alike}" if ways else ""
     breaks = next(filter(None, map(_breaking, ways)), "a `weakref.ref` in place of one link")
+    if (linked := _LINK.match(breaks)) and (put := scene.program.linking(linked["kind"], linked["attribute"])):
+        breaks = f"{breaks}; {put.words}, `{put.shown}`"
     yield Cause(
         "reference_cycle",
         f"{human(size_of(everything))} is held only by reference cycles{told}. No name refers to it, and Python's "
@@ -156,6 +161,8 @@ def _costs_nothing(scene: Scene, one: Allocation) -> bool:
 def _breaking(way: str) -> str:
     """How the last link of a cycle would not be there; "" where it is not told. A long way is cut in its middle."""
     *before, back, _ = ["", *way.split(" -> ")]
+    if OF_AN_ERROR in way and (own := _OF_FRAME.search(way)) is not None:
+        return f"`{own['variable']} = None` at the end of {own['function']}(), or the text of the error in its place"
     function, of_closure, variable = back.partition(OF_CLOSURE)
     if of_closure and function == variable:
         return f"define `{function}` on its own, with what it reads as arguments"

@@ -6,7 +6,6 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.filled import positions_used, with_less_room
@@ -124,9 +123,11 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
         if not is_dataset and not (several and re.search(taken, scene.typed)) and not sliced:
             continue
         what = "The whole dataset lies" if is_dataset or not several else "All batches lie"
+        place = added(scene, spot)
+        at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
         yield Cause(
             "data_ready",
-            f"{what} on the device: {quoted(spot.place)} takes {human(spot.size)} of {human(scene.report.peak.allocated)}.",
+            f"{what} on the device: {quoted(spot.place)} takes {human(spot.size)} of {human(scene.report.peak.allocated)}{at}.",
             "Where that room is wanted, keep it on the host and move one batch at a time (`.to(device)`, with "
             "`pin_memory=True` and `non_blocking=True`).",
             spot.size,
@@ -177,17 +178,18 @@ def _ahead_of_their_forwards(scene: Scene, in_lists: Collection[int]) -> Iterato
     its = sorted(max(alike.values(), key=size_of, default=[]), key=lambda one: one.born)
     ends = [scene.end_of(one) for one in scene.spans(FORWARD)]
     turns = [bisect_left(ends, one.freed or 0) for one in its]
-    in_turn = all(before < after for before, after in pairwise(turns))
-    if len(its) < _PARTS or not in_turn or size_of(its) < scene.part_of_peak(4):
+    # (A buffer that is shuffled lets go of any.)
+    if len(set(turns)) < _PARTS or size_of(its) < scene.part_of_peak(4):
         return
     facts = scene.tensors.facts(its[-1])
+    what = "batches" if len(set(turns)) == len(turns) else "samples"
     queue = next((one for one in scene.program.calls("Queue") if _HAS_NO_BOUND.search(one.statement)), None)
     shorter = f"Give the queue a `maxsize` (`{queue.shown}`, {queue.words})" if queue is not None else ""
     yield Cause(
         "data_ahead",
-        f"{len(its)} batches wait on the device for their turn, made by {made_at(scene, its[-1])}: {human(size_of(its))}."
+        f"{len(its)} {what} wait on the device for their turn, made by {made_at(scene, its[-1])}: {human(size_of(its))}."
         if facts.line
-        else f"{len(its)} batches wait on the device for their turn: {human(size_of(its))}.",
+        else f"{len(its)} {what} wait on the device for their turn: {human(size_of(its))}.",
         f"{shorter or 'Have fewer ready ahead (a shorter queue)'}, or move each to the device when its turn comes.",
         size_of(its),
     )
@@ -311,10 +313,16 @@ def kept_by_hook(scene: Scene) -> Iterator[Cause]:
             f"Take it off when it has done its work ({taking_off(registered)}), or keep less there, on the host "
             "(`.detach().cpu()`).",
             size,
-            # After one forward it is what the hook is for.
-            describes=len(scene.spans(FORWARD)) < 2,
+            # After one forward it is what the hook is for; and of several it keeps the last one's only.
+            describes=len(spans := scene.spans(FORWARD)) < 2 or _are_of_the_last(scene, its, scene.start_of(spans[-1])),
         )
         return
+
+
+def _are_of_the_last(scene: Scene, its: Iterable[Spot], begin: int) -> bool:
+    """Whether all of it was made behind a position."""
+    made = [scene.alive.get(one.address) for spot in its for one in spot.held]
+    return all(one is not None and one.born >= begin for one in made)
 
 
 def key_value_cache(scene: Scene) -> Iterator[Cause]:

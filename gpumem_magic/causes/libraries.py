@@ -10,6 +10,8 @@ from itertools import tee
 from gpumem_magic.devices.base import CodePlace
 from gpumem_magic.owners.model import Station
 
+# The class of what `functools.lru_cache` makes.
+CACHED = f"functools.{type(lru_cache(len)).__name__}"
 # A class, or one that is made of it -> what to do; {} is the place of the object.
 _ADVICE = {
     "torchmetrics.metric.Metric": (
@@ -23,8 +25,24 @@ _ADVICE = {
     f"itertools.{type(tee(())[0]).__name__}": (
         "`itertools.tee` keeps what one of its iterators has given until the others have given it, too: `del {0}` lets go of it"
     ),
-    f"functools.{type(lru_cache(len)).__name__}": "`{0}.cache_clear()` lets go of it",
+    "weakref.WeakKeyDictionary": (
+        "a `WeakKeyDictionary` keeps a value as long as its key is there, and a value that leads to its key keeps that: let it "
+        "have a `weakref.ref` of it; `{0}.clear()` lets go of them now"
+    ),
+    CACHED: "`{0}.cache_clear()` lets go of it",
 }
+# The same by how the place begins that has no name in the program.
+_OF_PLACES = {
+    "weakref.finalize.": (
+        "`weakref.finalize` keeps its function and arguments as long as the object is there, and a method of the object keeps "
+        "the object: give it a function outside of the class (or a `staticmethod`), and no argument that leads there"
+    ),
+}
+
+
+def of_library(place: str) -> str:
+    """What a library calls what has a place that no program writes, ``weakref.finalize``; "" for all other places."""
+    return next((start.rstrip(".") for start in _OF_PLACES if place.startswith(start)), "")
 
 
 _LIGHTNING = re.compile(r"^(?:pytorch_lightning|lightning\.pytorch)\..*\bLightningModule$")
@@ -63,10 +81,16 @@ def widening(place: CodePlace | None) -> str:
     return ""
 
 
+def advised(trail: Sequence[Station]) -> str:
+    """The place of the object of a library's that has such words; "" where none is on this trail."""
+    return next((one.place for one in reversed(trail) if any(kind in _ADVICE for kind in one.bases)), "")
+
+
 def advice(trail: Sequence[Station]) -> str | None:
     """What to do about memory on this trail, in the words of the library that keeps it; None where no library is known."""
     for station in reversed(trail):
         for kind in station.bases:
             if kind in _ADVICE:
                 return _ADVICE[kind].format(station.place)
-    return None
+    first = trail[0].place if trail else ""
+    return next((words for start, words in _OF_PLACES.items() if first.startswith(start)), None)

@@ -11,6 +11,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.growth import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.turns import turns_of_lines
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.owners.model import ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
@@ -164,7 +165,7 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
     """What each iteration of a loop left behind, until a statement after the loop let go of it: the end of the function that it
     is in, or ``del``."""
     trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
-    for iterations in (scene.forwards_of_a_statement, scene.iterations, *scene.loops):
+    for iterations in (scene.forwards_of_a_statement, scene.iterations, *scene.loops, *turns_of_lines(scene)):
         steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
         last = steps[-_EQUAL:]
         if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):
@@ -175,6 +176,9 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             for one in scene.timeline.live_at(over)
             if iterations[-_EQUAL].start <= one.born < iterations[-1].start and one.freed is not None
         ]
+        if not _lines_of(scene, made).isdisjoint(_in_cycles(scene)):
+            # Python's collector let go of it, and what is left of it waits for that still.
+            continue
         for point, begin, stop in scene.statements:
             gone = [one for one in made if one.freed is not None and max(begin, over) <= one.freed <= stop]
             # A backward before it, or in it, needs what the loop gathered.
@@ -206,8 +210,14 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             largest = max(held, key=lambda one: one.size)
             made_there = made_at(scene, largest) if not its_end or begin < over else ""
             what = f", made by {made_there}," if made_there else ""
+            if graph:
+                what = f", saved for a backward that never comes{what or ','}"
             birth = scene.tensors.birth_of(largest) if scene.tensors is not None else None
-            put = scene.program.putting(name_given(birth.place.text), birth.place) if birth and birth.place else None
+            put = (
+                scene.program.putting(name_given(birth.place.text), birth.place, scene.recording.own_file)
+                if birth and birth.place
+                else None
+            )
             if put is not None:
                 what = f": it is put into `{put[0]}` at {put[1].words} (`{put[1].shown}`),"
             view = (
@@ -221,6 +231,18 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
                 size_of(held),
             )
             return
+
+
+def _lines_of(scene: Scene, made: Iterable[Allocation]) -> set[tuple[str, int]]:
+    births = (scene.tensors.birth_of(one) for one in made if scene.tensors is not None)
+    return {(one.place.own_file, one.place.own_line) for one in births if one is not None and one.place is not None}
+
+
+def _in_cycles(scene: Scene) -> set[tuple[str, int]]:
+    """The lines that made what only reference cycles hold."""
+    roots = scene.holdings.roots
+    its = (scene.alive.get(one.address) for one in scene.held if roots[one.roots[0]].kind == "cycle")
+    return _lines_of(scene, [one for one in its if one is not None and one.born >= 0])
 
 
 def given_back_by_the_error(scene: Scene) -> Iterator[Cause]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from gpumem_magic.causes.libraries import advice
+from gpumem_magic.causes.libraries import CACHED, advice, advised, of_library
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.written import Written
 from gpumem_magic.owners.model import (
@@ -30,9 +30,13 @@ _INDEX = re.compile(r"\[[^\[\]]*\d[^\[\]]*\]")
 _KEY = re.compile(r"\[[^\[\]]*\]")
 _KEYS = re.compile(r"\[('[^']*'|\"[^\"]*\")\]")
 _OF_A_KIND = re.compile(r"(?:\[[A-Za-z_]\w*\])+$")
-_NUMBERED = re.compile(r"([A-Za-z_]\w*?)(\d+)")
+_NUMBERED = re.compile(r"((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*?)(\d+)")
 # How the place of a variable ends that is a function's which has just failed.
 _HERE = f", in {THIS_ERROR}"
+# An attribute that leads from an object to one that has it, too, again and again.
+_CHAIN = re.compile(
+    r"(?P<start>[A-Za-z_]\w*(?:\.\w+|\[[^\]]*\])*?)\.(?P<link>[A-Za-z_]\w*)(?:\.(?P=link))+(?![A-Za-z_0-9])"
+)
 _NUMBERS = re.compile(r"(?:\[\d+\])+$")
 _WRITTEN = re.compile(r"[A-Za-z_]\w*(?:\.\w+|\[(?:'[^']*'|\"[^\"]*\"|-?[\d.]+)\])*$")
 # Of one module: what is made for several is a list.
@@ -100,6 +104,20 @@ def general(one: Held) -> str:
     return _INDEX.sub("[]", f"{module_of(one)}.grad" if one.kind == "gradient" else base(one))
 
 
+def chain_of(held: Iterable[Held]) -> tuple[str, str] | None:
+    """``root.parent`` and ``parent`` where all, or nearly all, is reached by that attribute from each object to the next; None
+    where it is not."""
+    found: dict[tuple[str, str], int] = {}
+    total = 0
+    for one in held:
+        total += one.size
+        if (match := _CHAIN.match(base(one))) is not None:
+            key = f"{match['start']}.{match['link']}", match["link"]
+            found[key] = found.get(key, 0) + one.size
+    best = max(found, key=lambda key: found[key], default=None)
+    return best if best is not None and 2 * found[best] >= total else None
+
+
 def module_of(one: Held) -> str:
     """The variable, or the attribute of one that is no module itself, under which a module is known."""
     modules = [station.place for station in one.trail if MODULE in station.bases]
@@ -142,10 +160,10 @@ def _spot(group: Sequence[Held]) -> Spot:
     if any(_OPTIMIZER in one.bases for one in common):
         # Nobody clears an optimizer's own.
         container = None
-    if container is not None and (rest := _within(first, container.place)) is not None:
+    if container is not None and (rest := within(first, container.place)) is not None:
         if len(places) > 1:
             # All of `avg_p.preds` and of `history`, with many keys, but `outs[0]['pred']`.
-            keys = {re.sub(r"\[\d+\]", "", _within(place, container.place) or "") for place in places}
+            keys = {re.sub(r"\[\d+\]", "", within(place, container.place) or "") for place in places}
             whole = len(keys) > 1 or _NUMBERS.fullmatch(rest)
             first = container.place if whole else first.replace(rest, _NUMBERS.sub("", rest), 1)
         elif "builtins.set" in container.bases:
@@ -156,7 +174,7 @@ def _spot(group: Sequence[Held]) -> Spot:
     return Spot(first, tuple(group), container)
 
 
-def _within(place: str, container: str) -> str | None:
+def within(place: str, container: str) -> str | None:
     """How a place goes on after a container's: ``[0]`` of ``outs[0]``; of a function's own variable, within its name. None where
     it is another place."""
     own, theirs = OF_FUNCTION.fullmatch(place), OF_FUNCTION.fullmatch(container)
@@ -201,9 +219,15 @@ def told(found: Sequence[Spot], most: int = 2) -> str:
 
 def _named(spot: Spot) -> str:
     if spot.names:
-        return f"{len(spot.names)} variables, `{spot.names[0]}` to `{spot.names[-1]}` ({human(spot.size)})"
+        what = "attributes" if "." in spot.names[0] else "variables"
+        return f"{len(spot.names)} {what}, `{spot.names[0]}` to `{spot.names[-1]}` ({human(spot.size)})"
     if spot.of:
         return f"the gradients of {quoted(spot.of)}"
+    if known := of_library(spot.place):
+        return f"`{known}`"
+    if not _WRITTEN.match(spot.place) and (keeper := advised(_trail(spot))):
+        # (What it is given as a key, say.)
+        return quoted(keeper)
     # Not the first one's place, where the next one's has another number: ``outs[0…7]['pred']``.
     places = {base(one) for one in spot.held}
     several = len(places) > 1 and _INDEX.search(spot.place)
@@ -222,9 +246,12 @@ def quoted(place: str) -> str:
 
 def added(scene: Scene, spot: Spot) -> Written | None:
     """The statement that put this memory where it is kept."""
-    if advice(_trail(spot)) is not None and (found := scene.program.using(spot.root)) is not None:
+    if advice(_trail(spot)) is not None:
         # A library's own code adds it.
-        return found
+        cached = next((one.place for one in _trail(spot) if CACHED in one.bases), "")
+        found = scene.program.decorated(cached.rpartition(".")[2]) if cached else None
+        if found is not None or (found := scene.program.using(spot.root)) is not None:
+            return found
     own = OF_FUNCTION.fullmatch(spot.place)
     place, function = (spot.place, "") if own is None else (own["variable"], own["called"])
     if own is not None and spot.place.startswith(DEFAULT_ARGUMENT):
@@ -235,13 +262,22 @@ def added(scene: Scene, spot: Spot) -> Written | None:
         return None
     keys = _KEYS.findall(place)
     for attribute in reversed(names[1:]):
+        if spot.names and (found := scene.program.naming(common_stem([attribute]))) is not None:
+            return found
         if (found := scene.program.adding(names[0], attribute, keys[-1] if keys else "")) is not None:
             return found
     if len(names) == 1 and (found := scene.program.adding(names[0], key=keys[-1] if keys else "", function=function)):
         return scene.program.added_within(found, keys[0] if keys else "") or found
     if not spot.place.startswith(names[0]):
         return None
-    return _made_with(scene, spot, names[0]) or scene.program.using(names[0])
+    if all((one := scene.alive.get(held.address)) is not None and one.born < 0 for held in spot.held) and (
+        found := scene.program.adding(names[0], key=keys[-1] if keys else "", earlier=True)
+    ):
+        return found
+    if (found := _made_with(scene, spot, names[0]) or scene.program.using(names[0])) is not None:
+        return found
+    # (An attribute that a library's object has goes by the object's name.)
+    return scene.program.adding(names[0]) if len(names) > 1 and own is None else None
 
 
 def _made_with(scene: Scene, spot: Spot, name: str) -> Written | None:
@@ -259,6 +295,10 @@ def release(scene: Scene, spot: Spot) -> str:
     """What to type to let go of what a spot keeps, with what that frees; "" where nothing is known that frees it."""
     if (known := advice(_trail(spot))) is not None:
         return known
+    root = scene.holdings.roots[spot.held[0].roots[0]]
+    if root.kind == "module" and root.statement is None:
+        # (A library's own: nobody empties that.)
+        return ""
     if spot.of and _WRITTEN.match(spot.of):
         its = (one for one in scene.held if one.kind == "gradient" and one.trail and module_of(one) == spot.of)
         freed = _here(scene, scene.holdings.freed_by_replacing(one.trail[-1].node for one in its))
@@ -287,6 +327,8 @@ def release(scene: Scene, spot: Spot) -> str:
         freed = size_of(scene.freed([whole]))
         if freed >= max(LEAST, spot.size // 2):
             return f"`{scene.holdings.roots[whole].statement}` frees {human(freed)}"
+    if spot.names and "." in spot.names[0]:
+        return ""
     if spot.names:
         numbers = [number for name in spot.names if (number := scene.holdings.number(name)) is not None]
         return f"`del {', '.join(spot.names)}` frees {human(size_of(scene.freed(numbers)))}"

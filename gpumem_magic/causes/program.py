@@ -23,6 +23,7 @@ from gpumem_magic.causes.statements import (
     each_target,
     empties,
     fills,
+    gives,
     gives_key,
     going_in,
     is_on,
@@ -47,6 +48,9 @@ _FILES = 40
 _LINES = 5000
 _HOOKS = re.compile(r"register_\w*hook$")
 _TRAINS = re.compile(r"backward|step|fit|train(?!ing)")
+_NAMING = frozenset(
+    {"setattr", "__setattr__", "register_buffer", "register_parameter", "add_module", "register_module"}
+)
 _BACKWARD = re.compile(r"backward\(")
 
 
@@ -115,14 +119,17 @@ class ProgramText:
             found = ast.unparse(sums[0]) if sums and not others else ""
         return found
 
-    def adding(self, name: str, attribute: str = "", key: str = "", function: str = "") -> Written | None:
+    def adding(
+        self, name: str, attribute: str = "", key: str = "", function: str = "", *, earlier: bool = False
+    ) -> Written | None:
         """Where the program puts something into what a variable, or its attribute, holds: the last place in the cell, else in
         a function. `lit` and ``outs`` find ``self.outs.append(...)``; with a key, first what puts it under that one. function:
-        whose own variable it is, where it is one's."""
+        whose own variable it is, where it is one's. earlier: what stands outside of functions in other cells has run, too."""
         wanted = attribute or name
         for certain in (True, False):
             for one in self.mentioning(wanted):
-                own = [node for node, part in one.running if adds(part, wanted, certain, of_object=bool(attribute))]
+                running = [(node, node) for node in one.everywhere] if earlier else one.running
+                own = [node for node, part in running if adds(part, wanted, certain, of_object=bool(attribute))]
                 # A variable of the same name in somebody else's function is another one.
                 if function and not attribute:
                     own = [node for node in own if one.belongs(node, name, function)] if certain else []
@@ -139,6 +146,48 @@ class ProgramText:
         for one in self.mentioning(attribute, "cached_property") if attribute else ():
             if (result := one.cached(attribute)) is not None:
                 return one.place(result)
+        return None
+
+    def linking(self, kind: str, attribute: str) -> Written | None:
+        """The statement of a class's own methods that gives one of its objects' attributes a value that is given to it."""
+        for one in self.mentioning(kind, attribute):
+            for node in one.everywhere:
+                targets = (part for target in getattr(node, "targets", ()) for part in each_target(target))
+                if kind in one.around(node.lineno, (ast.ClassDef,)) and any(
+                    isinstance(part, ast.Attribute) and part.attr == attribute for part in targets
+                ):
+                    return one.place(node)
+        return None
+
+    def decorated(self, name: str) -> Written | None:
+        """The first decorator of a function."""
+        for one in self.mentioning(f"def {name}"):
+            for node in nodes_in(one, ast.FunctionDef):
+                if node.name == name and node.decorator_list:
+                    first = node.decorator_list[0]
+                    return Written(one.where, first.lineno + one.ahead, f"@{ast.unparse(first)}")
+        return None
+
+    def giving(self, name: str, function: str) -> Written | None:
+        """The first statement of a function that gives a variable of its own its value."""
+        for one in self.mentioning(name, function):
+            own = [node for node in one.everywhere if gives(node, name) and function in one.around(node.lineno)]
+            if own:
+                return one.place(own[0])
+        return None
+
+    def naming(self, stem: str) -> Written | None:
+        """The statement that gives attributes numbered names (``self.register_buffer(f"mean_{step}", mean)``), or keys in an
+        object's own dictionary. stem: what all the names begin with."""
+        for one in self.mentioning(stem):
+            for node in one.statements:
+                for call in (part for part in ast.walk(node) if isinstance(part, ast.Call)):
+                    given = [part for part in call.args[:2] if isinstance(part, ast.JoinedStr) and part.values]
+                    starts = (part.values[0] for part in given)
+                    if last_name(call.func) in _NAMING and any(
+                        isinstance(start, ast.Constant) and start.value == stem for start in starts
+                    ):
+                        return one.place(node)
         return None
 
     def emptying(self, kinds: Sequence[str], emptied: str) -> str:
@@ -160,11 +209,14 @@ class ProgramText:
         """What a function, or a cell, puts a variable of its own into, alone or in another object (as ``steps.append(Step(x))``
         does), and where; None where it puts it nowhere, or into several. place: of the line that gave it its value."""
         one = self.text_of(place.own_file, own_file)
-        function = one.function_at(place.own_line, place.own_function) if one is not None else None
-        if one is not None and not one.nodes_around(place.own_line, FUNCTIONS):
-            function = one.tree
+        if one is None:
+            return None
+        line = place.own_line - one.ahead
+        if (own := one.adding_at(line)) is not None:
+            return own
+        function = one.function_at(line, place.own_function) if one.nodes_around(line, FUNCTIONS) else one.tree
         found: dict[str, Written] = {}
-        if one is None or function is None or not name:
+        if function is None or not name:
             return None
         for node in (node for node in ast.walk(function) if isinstance(node, ast.Expr)):
             call = node.value
@@ -263,6 +315,25 @@ class ProgramText:
                         whole = ast.dump(target.value)
                         if any(part.attr == target.attr and ast.dump(part.value) == whole for part in again):
                             return target.attr, one.place(node)
+        return None
+
+    def carried_in_parts(self, kind: str) -> tuple[str, Written] | None:
+        """The same of an attribute whose parts are written (``self.memory[rows] = new``) by a method that reads others of it."""
+        for one in self.mentioning("self"):
+            for node in one.everywhere:
+                if not isinstance(node, ast.Assign) or kind not in one.around(node.lineno, (ast.ClassDef,)):
+                    continue
+                methods = one.nodes_around(node.lineno, FUNCTIONS)
+                for target in each_target(node.targets[0]) if methods else ():
+                    into = target.value if isinstance(target, ast.Subscript) else None
+                    if isinstance(into, ast.Attribute) and any(
+                        isinstance(part, ast.Attribute)
+                        and part is not into
+                        and part.attr == into.attr
+                        and ast.dump(part.value) == ast.dump(into.value)
+                        for part in ast.walk(methods[-1])
+                    ):
+                        return into.attr, one.place(node)
         return None
 
     def carried_on(self, names: Collection[str]) -> list[tuple[str, Written]]:

@@ -18,6 +18,8 @@ from gpumem_magic.units import human, listed
 
 NAME = "memory_ran_out"
 _NAMED = 4
+# What earlier cells left is worth the first word from one part in so many of the peak on.
+_WORTH = 8
 _OFFERED = 5
 _NEARLY_ALL = 0.9
 # What one statement frees, of what nobody in this cell needs.
@@ -52,6 +54,35 @@ def memory_ran_out(scene: Scene) -> Iterator[Cause]:
     savings = sorted(_savings(scene, held), key=lambda one: -one.bytes)[:_OFFERED]
     missing = -found.spare if found.cause == CAPACITY and found.spare is not None and found.spare < 0 else None
     yield Cause(NAME, _holders_in_words(scene, held, begun, position), _what_to_do(savings, missing), size_of(held))
+
+
+def left_from_before(scene: Scene) -> Iterator[Cause]:
+    """Variables of earlier cells that the cell does not use, and that held enough for the request that failed."""
+    found, failing = failed_request(scene.report), _failing(scene)
+    if found is None or failing is None or found.cause != CAPACITY or found.spare is None:
+        return
+    held = _held_at(scene, failing[1])
+    begun = scene.points[0][2]
+    idle = [
+        number
+        for number in _idle(scene, held)
+        if scene.holdings.roots[number].name not in scene.mentioned
+        and any(number in one.roots and one.kind != "tensor" for one in held)
+        and all(scene.alive[one.address].born < begun for one in held if one.roots[0] == number)
+    ]
+    idle = _needed(held, [number for number in idle if _freed(held, [number]) >= LEAST])
+    freed = _freed(held, idle)
+    if not idle or freed < max(-found.spare, scene.part_of_peak(_WORTH)):
+        return
+    names = [scene.holdings.roots[number].name for number in idle]
+    are, them = ("is", "it") if len(names) == 1 else ("are", "them")
+    yield Cause(
+        "left_from_before",
+        f"{listed([f'`{name}`' for name in names])} {are} there from earlier cells, and this one does not use {them}: "
+        f"{human(freed)} of the {human(scene.timeline.allocated_at(failing[1]))} that were allocated when memory ran out.",
+        f"`del {', '.join(names)}` before it would have been enough for this request.",
+        freed,
+    )
 
 
 def earlier_error(scene: Scene) -> Iterator[Cause]:

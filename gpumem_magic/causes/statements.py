@@ -17,6 +17,8 @@ ADDING = frozenset(
         # (`contextlib.ExitStack`: https://docs.python.org/3/library/contextlib.html)
         "callback",
         "add",
+        # (`torch.optim.Optimizer`)
+        "add_param_group",
         "extend",
         "insert",
         "put",

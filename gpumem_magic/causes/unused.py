@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import MODULE, base, quoted, spots
+from gpumem_magic.causes.places import MODULE, added, base, quoted, spots, variable_of, within
 from gpumem_magic.causes.readings import is_read_again
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import Held, Station, size_of
@@ -166,17 +166,21 @@ def models_in_a_list(scene: Scene) -> Iterator[Cause]:
         place = spot.container.place
         number = spot.held[0].roots[0]
         everything = [one for one in here if number in one.roots]
-        models = len({base(one).removeprefix(place).partition("]")[0] for one in spot.held})
+        models = len(of_models := {(within(base(one), place) or "").partition("]")[0] for one in spot.held})
         steps = [span for span in scene.spans(FORWARD, BACKWARD, OPTIMIZER) if not span.failed]
         # (Models that one backward goes through work together.)
         trained = sum(span.kind == BACKWARD for span in steps)
-        apart = trained >= models or (not trained and failed_request(scene.report) is not None)
+        graded = {(within(base(one), place) or "").partition("]")[0] for one in here if one.kind == "gradient"}
+        needed = len(graded & of_models) if scene.report.error is not None and graded else models
+        apart = trained >= needed or (not trained and failed_request(scene.report) is not None)
         if models < _SEVERAL or 2 * size_of(everything) < scene.report.peak.allocated or not apart:
             continue
         states = " with their gradients and states" if any(one.kind == "optimizer_state" for one in everything) else ""
         each = size_of(everything) // models
-        made = scene.program.adding(spot.root)
-        at = f" ({made.words})" if made is not None else ""
+        made = added(scene, spot) if "." in place else scene.program.adding(spot.root)
+        if made is None and (own := variable_of(spot.held[0])) is not None:
+            made = scene.program.giving(*own)
+        at = f" ({made.words}, `{made.shown}`)" if made is not None else ""
         yield Cause(
             "models_in_a_list",
             f"{quoted(place)}{at} keeps {models} models{states} on the device: {human(size_of(everything))}, {human(each)} each.",

@@ -13,6 +13,7 @@ from gpumem_magic.causes.places import (
     quoted,
     spots,
 )
+from gpumem_magic.causes.written import Written
 from gpumem_magic.owners.model import Held, by_root, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, Span
 from gpumem_magic.report.model import Cause
@@ -61,12 +62,19 @@ def graph_without_backward(scene: Scene) -> Cause | None:
     what = f"the graphs of {graphs} iterations" if graphs > 1 else "a graph"
     row = next((point for point, begin, end in scene.statements if begin <= born_at(scene, ours[0]) < end), None)
     at = f" (line {row.line})" if row is not None else ""
+    largest = scene.alive[max(ours, key=lambda one: one.size).address]
+    if graphs == 1 and row is not None and kept > 1 and scene.tensors is not None:
+        # (Of several forwards of one call it is told where they are.)
+        inner = scene.tensors.facts(largest).inner
+        at = f" of {kept} forwards (line {row.line}{f', {inner}' if inner else ''})"
     evaluating = sorted(scene.evaluating)
     names = ", ".join(f"`{name}`" for name in evaluating[:3])
     why = f"{names} {'is' if len(evaluating) == 1 else 'are'} in evaluation mode, yet " if names else ""
     keeper, keeps = quoted(root.name), "keeps"
+    if graphs > 1 and (carrier := _carrier(scene, ours)) is not None:
+        keeper, at = f"`{carrier[0]}`", f" ({carrier[1].words}, `{carrier[1].shown}`)"
     if root.kind == "traceback":
-        made = made_at(scene, scene.alive[max(ours, key=lambda one: one.size).address]) if not scene.left.told else ""
+        made = made_at(scene, largest) if not scene.left.told else ""
         keeper, keeps = scene.left.told or keeper, "keep" if " and " in scene.left.told else "keeps"
         if made:
             keeper, at = made, ""
@@ -80,6 +88,17 @@ def graph_without_backward(scene: Scene) -> Cause | None:
         ),
         freed,
     )
+
+
+def _carrier(scene: Scene, graphs: Sequence[Held]) -> tuple[str, Written] | None:
+    """The attribute of an object by which each call hands its graph on to the next, and where it does."""
+    for number in sorted({number for one in graphs for number in one.roots}):
+        root = scene.holdings.roots[number]
+        if root.kind == "variable" and root.type not in ("", "Tensor"):
+            state = scene.program.carried(root.type) or scene.program.carried_in_parts(root.type)
+            if state is not None:
+                return f"{root.name}.{state[0]}", state[1]
+    return None
 
 
 def without_a_graph(scene: Scene, remedy: str, line: int) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from gpumem_magic.causes.statements import FUNCTIONS, LOOPS, gives, last_name, makes_several
+from gpumem_magic.causes.statements import ADDING, FUNCTIONS, LOOPS, gives, last_name, makes_several
 from gpumem_magic.looks.parsing import parsed
 
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
@@ -154,6 +154,16 @@ class Text:
             if any(last_name(one) == "cached_property" for one in function.decorator_list):
                 found = [node for node in ast.walk(function) if isinstance(node, ast.Return)]
                 return found[-1] if found else None
+        return None
+
+    def adding_at(self, line: int) -> tuple[str, Written] | None:
+        """What a statement on this line puts something into by a method (``updates.append({...})``), and the statement."""
+        for node in self.everywhere:
+            call = node.value if isinstance(node, ast.Expr) else None
+            if not node.lineno <= line <= (node.end_lineno or node.lineno) or not isinstance(call, ast.Call):
+                continue
+            if isinstance(call.func, ast.Attribute) and call.func.attr in ADDING and call.args:
+                return ast.unparse(call.func.value), self.place(node)
         return None
 
     def line(self, number: int) -> str:
