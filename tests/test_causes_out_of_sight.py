@@ -503,3 +503,35 @@ def test_errors_in_the_records_of_a_log_are_told_as_errors() -> None:
     assert "Keep the text" in said
     assert "frees 0 B" not in said
     assert blamed(LOGGED.format(call="error"), cell) == []
+
+
+TREE = """
+class Node:
+    def __init__(self, hidden, parent=None):
+        self.hidden, self.parent, self.children = hidden, parent, {{}}
+    def expand(self, dynamics, action):
+        child = self.children[action] = Node(dynamics(self.hidden + action), parent={parent})
+        return child
+@torch.no_grad()
+def search(root):
+    for action in range(6):
+        root.children.get(action) or root.expand(dynamics, action)
+    return 3
+dynamics = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()).cuda()
+root = Node(torch.randn(8, 64, 32, 32, device="cuda"))
+"""
+MOVES = """
+moves = []
+for move in range(10):
+    action = search(root)
+    moves.append(action)
+    root = root.children[action]
+"""
+
+
+def test_what_each_turn_works_with_and_lets_go_of_is_no_growth() -> None:
+    assert "growth" not in blamed(TREE.format(parent="None"), MOVES)
+    # Each root knows the one before, with all that was tried there.
+    with notebook() as book:
+        book.cell(TREE.format(parent="self"))
+        assert "growth" in names(book.measured(MOVES))

@@ -11,7 +11,7 @@ from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.growth import leaving
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
-from gpumem_magic.causes.turns import turns_of_lines
+from gpumem_magic.causes.turns import turns_of_lines, what_comes_and_goes
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.owners.model import ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
@@ -198,6 +198,9 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             following = (one for one in scene.timeline.allocations if over <= one.born <= stop)
             if any(2 * one.size >= size_of(held) for one in following):
                 # They were needed as one.
+                continue
+            if begin >= over and what_comes_and_goes(scene).issuperset(one.index for one in gone):
+                # Others work with them, and do so in each turn of a loop around.
                 continue
             saved = [one for one in gone if scene.labels[one.index].category == "activations"]
             graph = 2 * size_of(saved) > size_of(gone)

@@ -15,27 +15,51 @@ from gpumem_magic.snapshot.timeline import Allocation
 _SEVERAL = 5
 # What only copies: data to where they are wanted, a model with all its weights.
 _COPIES = frozenset({"to", "copy_", "cuda", "clone", "half", "float", "bfloat16", "contiguous"})
+# What a line makes in so many statements, and other statements let go of before the next makes its own, is what these work with.
+_OFTEN = 3
 # They are a part of the peak, at least one in so many.
 _PART = 10
 
 
 @found_once
-def turns_of_lines(scene: Scene) -> list[list[Iteration]]:
-    """From one that a line made to the next, where most of what it made within a statement were there when it made the last:
-    those of the line that made most first. Layers of a model make theirs within one forward, and data are only put there."""
-    made: dict[object, list[Allocation]] = defaultdict(list)
+def _made_by_lines(scene: Scene) -> dict[object, dict[int, list[Allocation]]]:
+    """A line, and the shape and type that it makes -> where the statement began in which it did -> what it made."""
+    made: dict[object, dict[int, list[Allocation]]] = defaultdict(lambda: defaultdict(list))
     births = scene.recording.logs[scene.device].births
-    inside = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD, OPTIMIZER))
     for one in scene.timeline.allocations:
         birth = births.get(one.born)
         if birth is None or birth.place is None or birth.node or not birth.shape:
             continue
         if scene.labels[one.index].category in (*OF_A_MODEL, "inputs", "workspace") or one.size < LEAST // 2:
             continue
-        key = (birth.place.own_file, birth.place.own_line, birth.shape, birth.dtype, scene.start_of_row(one.born))
-        made[key].append(one)
+        key = (birth.place.own_file, birth.place.own_line, birth.shape, birth.dtype)
+        made[key][scene.start_of_row(one.born)].append(one)
+    return made
+
+
+@found_once
+def what_comes_and_goes(scene: Scene) -> frozenset[int]:
+    """The numbers of allocations that a line made together, in several statements, each when those of the one before were gone,
+    but for a part that the next goes on with."""
+    found: set[int] = set()
+    for rows in _made_by_lines(scene).values():
+        sets = [its for its in rows.values() if len(its) >= _SEVERAL]
+        gone = [
+            sum(one.freed is not None and one.freed <= after[0].born for one in its) / len(its)
+            for its, after in pairwise(sets)
+        ]
+        if len(sets) >= _OFTEN and min(gone) > 1 / 2:
+            found.update(one.index for its in sets for one in its)
+    return frozenset(found)
+
+
+@found_once
+def turns_of_lines(scene: Scene) -> list[list[Iteration]]:
+    """From one that a line made to the next, where most of what it made within a statement were there when it made the last:
+    those of the line that made most first. Layers of a model make theirs within one forward, and data are only put there."""
+    inside = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD, OPTIMIZER))
     found: list[tuple[int, list[Iteration]]] = []
-    for its in made.values():
+    for its in (one for rows in _made_by_lines(scene).values() for one in rows.values()):
         last = its[-1].born
         kept = [one for one in its if one.freed is None or one.freed > last]
         size = sum(one.size for one in kept)
