@@ -243,6 +243,19 @@ def test_what_fills_the_peak_is_told_with_what_takes_less(told: Told) -> None:
         )
 
 
+def test_batch_norms_of_what_would_be_computed_again_are_mentioned() -> None:
+    before = (
+        "class Block(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.inner = nn.Sequential(*[nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), {norm}(16), nn.ReLU())"
+        " for _ in range(3)])\n    def forward(self, x): return x + self.inner(x)\n"
+        "net = nn.Sequential(*[Block() for _ in range(6)]).cuda()"
+    )
+    cell = "for _ in range(2):\n    net(torch.randn(16, 16, 128, 128, device='cuda')).mean().backward()"
+    twice = "Their batch norms take each batch's statistics twice then."
+    assert twice in named(measured(before.format(norm="nn.BatchNorm2d"), cell), "repeated_modules").remedy
+    assert twice not in named(measured(before.format(norm="nn.InstanceNorm2d"), cell), "repeated_modules").remedy
+
+
 def test_numbers_from_numpy_that_make_all_wide_are_told() -> None:
     before = "import numpy as np\nmean = torch.from_numpy(np.array([0.5, 0.4, 0.3])).view(1, 3, 1, 1).cuda()\n"
     before += "x = torch.rand(64, 3, 512, 512, device='cuda')"

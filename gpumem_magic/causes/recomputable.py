@@ -23,6 +23,7 @@ from gpumem_magic.units import counted, human
 # What these compute takes long.
 _LONG = re.compile(r"conv|mm$|mv$|attention|rnn|lstm|gru|fft|linalg|cdist|einsum")
 _ENDS = re.compile(r"\.backward\(|\.step\(")
+_BATCH_NORM = re.compile(r"(?:Sync)?BatchNorm(?:[123]d)?")
 _SAVES = "save_for_backward"
 _FUNCTION = re.compile(r"\bFunction$")
 # On the way to one result, so many; where some are gone by then, half of one less on average.
@@ -195,14 +196,22 @@ def repeated_modules(scene: Scene) -> Iterator[Cause]:
         return
     saved, kind, count, size = best
     highest = scene.report.peak.allocated - saved
+    twice = " Their batch norms take each batch's statistics twice then." if _normalizes_batches(trace, kind) else ""
     yield Cause(
         "repeated_modules",
         f"The {count} modules of class `{kind}` keep {human(size)} inside for backward.",
         "Called by `torch.utils.checkpoint.checkpoint(module, x, use_reentrant=False)`, each keeps only what it is given, and "
-        f"computes the rest again in backward: the peak would be about {human(highest)}.",
+        f"computes the rest again in backward: the peak would be about {human(highest)}.{twice}",
         saved,
         describes=True,
     )
+
+
+def _normalizes_batches(trace: ModuleTrace, kind: str) -> bool:
+    """Whether modules of this class have batch norms among their parts."""
+    paths = _classes(trace)[kind]
+    norms = [one.path for one in trace.names if _BATCH_NORM.fullmatch(one.type)]
+    return any(_is_in(norm, path) for norm in norms for path in paths)
 
 
 def _classes(trace: ModuleTrace) -> dict[str, list[str]]:
