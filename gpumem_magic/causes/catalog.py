@@ -307,7 +307,7 @@ _COVERED = {
 _NEARLY = 80
 _COVERED_IF_AS_LARGE = {
     # Who detaches what goes into a list keeps the list's own tensors.
-    "growth": ("missing_no_grad", "kept_graphs"),
+    "growth": ("missing_no_grad", "kept_graphs", "sets_of_weights"),
     "kept_graphs": ("missing_no_grad",),
     # Many are there because they are kept, one from each iteration.
     "all_pairs": ("growth",),
