@@ -28,6 +28,10 @@ class VariablesWatch:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Inside, in this thread. A debugger's or a coverage tool's function does without it: the process is a copy."""
+        if not self._by_code:
+            # (It takes time at each call of a function.)
+            yield
+            return
         sys.settrace(self._called)
         try:
             yield
