@@ -292,3 +292,14 @@ def test_a_whole_set_at_once_is_told_though_others_came_in_batches() -> None:
     )
     assert "whole_batch" in names(measured(before, cell.format("all")))
     assert "whole_batch" not in names(measured(before, cell.format("few[:1024]")))
+
+
+def test_windows_in_a_product_are_a_convolution_and_those_with_weights_of_their_own_are_none() -> None:
+    before = (
+        "w = torch.randn(64, 32 * 49, device='cuda', requires_grad=True)\nx = torch.randn(8, 32, 128, 128, device='cuda')\n"
+        "own = torch.rand(8, 32 * 49, 128 * 128, device='cuda', requires_grad=True)"
+    )
+    cell = "cols = F.unfold(x, 7, padding=3)\n({} cols).mean().backward()"
+    # (The product has its windows copied into one piece first.)
+    assert "F.conv2d" in named(measured(before, cell.format("w @")), "grown_result").remedy
+    assert "F.conv2d" not in named(measured(before, cell.format("own *")), "grown_result").remedy

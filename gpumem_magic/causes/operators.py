@@ -504,9 +504,12 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
 
 
 def _is_multiplied_by_numbers(scene: Scene, alike: Alike) -> bool:
-    """Whether what reads it first goes number by number: windows of which each has weights of its own."""
+    """Whether what computes with it first goes number by number: windows of which each has weights of its own. (A product may
+    have it copied into one piece before.)"""
     size = prod(alike.shape)
-    later = (birth for event, birth in scene.births if event > alike.event and not birth.node)
+    later = (
+        birth for event, birth in scene.births if event > alike.event and not birth.node and birth.kernel not in COPIES
+    )
     reader = next((one for one in later if any(prod(shape) == size for shape, _ in one.inputs)), None)
     return reader is not None and goes_by_numbers(reader.kernel)
 
