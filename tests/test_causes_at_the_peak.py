@@ -303,3 +303,22 @@ def test_windows_in_a_product_are_a_convolution_and_those_with_weights_of_their_
     # (The product has its windows copied into one piece first.)
     assert "F.conv2d" in named(measured(before, cell.format("w @")), "grown_result").remedy
     assert "F.conv2d" not in named(measured(before, cell.format("own *")), "grown_result").remedy
+
+
+def test_what_is_known_of_a_statement_is_told_rather_than_that_it_takes_all_rows_at_once() -> None:
+    before = "ids = torch.randint(0, 1000, (20_000_000,), device='cuda')\nbanned = torch.arange(100, device='cuda')"
+    told = names(measured(before, "keep = ~torch.isin(ids, banned)"))
+    assert "compared_with_each" in told
+    assert "all_at_once" not in told
+
+
+def test_an_enlarged_result_is_told_with_all_that_has_its_size_for_that() -> None:
+    before = (
+        "net = nn.Conv2d(3, 150, 4, 4).cuda()\nimages = torch.randn(4, 3, 512, 512, device='cuda')\n"
+        "masks = torch.randint(0, 150, (4, 512, 512), device='cuda')"
+    )
+    cell = "F.cross_entropy(F.interpolate(net(images), size=(512, 512), mode='bilinear'), masks).backward()"
+    assert (
+        "(4, 150, 512, 512) from (4, 150, 128, 128), 16 times as much"
+        in named(measured(before, cell), "grown_result").text
+    )

@@ -448,11 +448,14 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         return _rows_for_pairs(scene, alike, rows)
     if birth.kernel in PRODUCTS or _ALWAYS_GROW.search(birth.kernel):
         return None
-    if birth.dtype == "bool" or birth.kernel == "_to_copy" or birth.kernel.startswith("upsample"):
+    if birth.dtype == "bool" or birth.kernel == "_to_copy":
         # What else has the shape was there before: who asks which numbers are positive has the numbers.
         alike = alone(scene, alike)
     if alike.bytes < scene.part_of_peak(4):
         return None
+    if birth.kernel.startswith("upsample") and (enlarged := alone(scene, alike)).count:
+        # (What is computed of an enlarged image has its size for that; where the image itself is gone, it is all there is.)
+        alike = enlarged
     times = bytes_of(alike.shape, birth.dtype) // max(1, _given(birth))
     given = " and ".join(shape_words(one) for one, _ in birth.inputs[:2])
     if birth.inputs[0][0] == alike.shape:
