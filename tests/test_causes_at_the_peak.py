@@ -322,3 +322,19 @@ def test_an_enlarged_result_is_told_with_all_that_has_its_size_for_that() -> Non
         "(4, 150, 512, 512) from (4, 150, 128, 128), 16 times as much"
         in named(measured(before, cell), "grown_result").text
     )
+
+
+def test_gradients_that_a_loop_carries_on_may_be_for_a_backward_to_come() -> None:
+    before = (
+        "base = [torch.randn(1024, 1024, device='cuda', requires_grad=True) for _ in range(4)]\n"
+        "support = torch.randn(512, 1024, device='cuda')\n"
+        "def predict(x, weights):\n    for weight in weights:\n        x = torch.tanh(x @ weight)\n    return x"
+    )
+    cell = (
+        "fast = base\nfor step in range(8):\n    loss = predict(support, fast).pow(2).mean()\n"
+        "    slopes = torch.autograd.grad(loss, fast, create_graph=True)\n"
+        "    fast = [weight - 0.01 * slope for weight, slope in zip(fast, slopes)]"
+    )
+    told = names(measured(before, cell))
+    assert "kept_graphs" in told
+    assert "graph_of_gradients" not in told

@@ -258,6 +258,8 @@ _COVERED = {
     "grown_result": ("matrices_of_rows",),
     "float32_copy": ("outside_of_autocast",),
     "dense_lookup_gradient": ("sized_by_the_largest",),
+    # (What a loop carries on may be for a backward still to come.)
+    "graph_of_gradients": ("kept_graphs", "growth"),
     # (They say what it is that is made at once; and of all that a batch takes, which part could be computed again.)
     "all_at_once": (
         "whole_batch",
