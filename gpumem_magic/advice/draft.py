@@ -8,13 +8,10 @@ import tokenize
 from collections.abc import Collection, Iterator, Sequence
 
 from gpumem_magic.looks.fresh import names_given
-from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.looks.parsing import begins_at, function_named, parsed
 
 # What a loop gives a name anew is the same thing again, as in ``model = model.train()``; functions have names of their own.
 _NOT_MAKING = (ast.For, ast.While, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Unchangeable(ValueError):
@@ -30,7 +27,7 @@ class CellDraft:
     def __init__(self, code: str, of: str = "", has: Collection[str] = ()) -> None:
         self.tree = parsed(code)
         self._has = has
-        self._function = next((one for one in self.tree.body if isinstance(one, _FUNCTIONS) and one.name == of), None)
+        self._function = function_named(self.tree, of)
         self._raw = code.encode()
         self._starts = [0]
         for line in self._raw.splitlines(keepends=True):
@@ -65,10 +62,7 @@ class CellDraft:
 
     def before(self, statement: ast.stmt, *lines: str) -> None:
         """Lines of their own above a statement, as far to the right as it is."""
-        first = statement
-        decorators = getattr(statement, "decorator_list", [])
-        line = min([first.lineno, *(one.lineno for one in decorators)])
-        place = self._starts[line - 1]
+        place = self._starts[begins_at(statement) - 1]
         self._changes.append((place, place, self._indented(statement, lines)))
 
     def after(self, statement: ast.stmt, *lines: str) -> None:

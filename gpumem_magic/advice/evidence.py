@@ -6,7 +6,7 @@ import inspect
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -76,21 +76,31 @@ class _PlacesOfClass:
 
 
 @dataclass(frozen=True)
-class NamedThings:
-    """What a program's variables are: of a cell, or of a function. ids: of modules and optimizers, by their names. Others: of
-    `Evidence`."""
+class Variables:
+    """What the variables of a cell, or of a function, are.
 
-    names: frozenset[str]
-    modules: tuple[NamedModule, ...]
-    classes: Mapping[str, tuple[_PlacesOfClass, ...]]
-    optimizers: tuple[str, ...]
-    batches: tuple[str, ...]
-    batch_size: int
-    state: int
-    tensors: tuple[str, ...]
-    lists: Mapping[str, int]
-    of_parts: frozenset[str]
-    ids: Mapping[str, int]
+    batches: names of tensors on the device whose first sizes are alike, and that size. state: what its optimizers' states take on
+    the device, in bytes. tensors: names of those on the device; lists: names, and what tensors on the device in them keep;
+    of_parts: those of which most is kept for a part of a tensor, as `logits[-1]`.
+    """
+
+    names: frozenset[str] = frozenset()
+    modules: tuple[NamedModule, ...] = ()
+    optimizers: tuple[str, ...] = ()
+    batches: tuple[str, ...] = ()
+    batch_size: int = 0
+    state: int = 0
+    tensors: tuple[str, ...] = ()
+    lists: Mapping[str, int] = field(default_factory=dict)
+    of_parts: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class NamedThings(Variables):
+    """places: of the classes of modules, by their roots. ids: of modules and optimizers, by their names."""
+
+    places: Mapping[str, tuple[_PlacesOfClass, ...]] = field(default_factory=dict)
+    ids: Mapping[str, int] = field(default_factory=dict)
 
     def without(self, known: frozenset[int]) -> NamedThings:
         """Without the modules and optimizers that have a name elsewhere."""
@@ -98,36 +108,25 @@ class NamedThings:
         return replace(
             self,
             modules=tuple(one for one in self.modules if one.name in own),
-            classes={name: places for name, places in self.classes.items() if name in own},
+            places={name: places for name, places in self.places.items() if name in own},
             optimizers=tuple(name for name in self.optimizers if name in own),
         )
 
 
-@dataclass(frozen=True)
-class Evidence:
-    """allocated, reserved: at the peak, in bytes. batches: names of tensors on the device whose first sizes are alike, and that
-    size. bfloat16: whether the card computes in it by itself. host: free memory there, in bytes. grown: by how much more was held
-    after the last iteration than after the first. tensors: names of those on the device; lists: names, and what tensors on the
-    device in them keep; of_parts: those of which most is kept for a part of a tensor, as `logits[-1]`.
-    inside: the same for functions that ran, by what their own variables were."""
+@dataclass(frozen=True, kw_only=True)
+class Evidence(Variables):
+    """allocated, cached: at the peak, in bytes. bfloat16: whether the card computes in it by itself. host: free memory there, in
+    bytes. grown: by how much more was held after the last iteration than after the first. inside: the same for functions that
+    ran, by what their own variables were."""
 
     categories: Mapping[str, int]
     allocated: int
     cached: int
     ran_backward: bool
-    names: frozenset[str]
-    modules: tuple[NamedModule, ...] = ()
     classes: tuple[ModuleClass, ...] = ()
-    optimizers: tuple[str, ...] = ()
-    batches: tuple[str, ...] = ()
-    batch_size: int = 0
     bfloat16: bool = False
     host: int = 0
-    state: int = field(default=0)
     grown: int = 0
-    tensors: tuple[str, ...] = ()
-    lists: Mapping[str, int] = field(default_factory=dict)
-    of_parts: frozenset[str] = frozenset()
     inside: Mapping[WrittenFunction, Evidence] = field(default_factory=dict)
 
     def share(self, category: str) -> float:
@@ -183,20 +182,9 @@ def _evidence_of(
 
 
 def _told(named: NamedThings, by_module: Counter[str]) -> dict[str, Any]:
-    return {
-        "names": named.names,
-        "modules": named.modules,
-        "classes": tuple(
-            one for root, places in named.classes.items() for one in _with_activations(root, places, by_module)
-        ),
-        "optimizers": named.optimizers,
-        "batches": named.batches,
-        "batch_size": named.batch_size,
-        "state": named.state,
-        "tensors": named.tensors,
-        "lists": named.lists,
-        "of_parts": named.of_parts,
-    }
+    """The part of `Evidence` that variables are."""
+    heavy = (one for root, places in named.places.items() for one in _with_activations(root, places, by_module))
+    return {**{one.name: getattr(named, one.name) for one in fields(Variables)}, "classes": tuple(heavy)}
 
 
 def names_inside(variables: Mapping[str, Any]) -> NamedThings:
@@ -220,7 +208,7 @@ def _named_things(found: Mapping[str, Any]) -> NamedThings:
     return NamedThings(
         names=frozenset(found),
         modules=tuple(_named(name, module) for name, module in modules.items()),
-        classes={name: _places_of_classes(name, module) for name, module in modules.items()},
+        places={name: _places_of_classes(name, module) for name, module in modules.items()},
         optimizers=tuple(optimizers),
         batches=batches,
         batch_size=size,

@@ -22,7 +22,7 @@ class ProgramTexts:
     def draft(self, place: Place) -> CellDraft:
         if place is None:
             return CellDraft(self.cell)
-        return CellDraft(self.changed.get(place, place.text), of=place.name.rpartition(".")[2], has=place.imports)
+        return CellDraft(self.changed.get(place, place.text), of=place.own_name, has=place.imports)
 
     def with_text(self, place: Place, text: str) -> ProgramTexts:
         if place is None:

@@ -22,7 +22,7 @@ class VariablesWatch:
 
     def __init__(self, found: Iterable[WrittenFunction]) -> None:
         self.variables: dict[WrittenFunction, NamedThings] = {}
-        self._by_code = {(one.file, one.line, one.name.rpartition(".")[2]): one for one in found}
+        self._by_code = {(one.file, one.line, one.own_name): one for one in found}
         self._calls: Counter[WrittenFunction] = Counter()
 
     @contextmanager

@@ -14,7 +14,7 @@ from types import FunctionType
 from typing import Any
 
 from gpumem_magic.looks.code import cell_of
-from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.looks.parsing import begins_at, function_named, parsed
 from gpumem_magic.recording.inside import InsideError, compiled_from
 from gpumem_magic.trials.counting import own_functions
 
@@ -38,6 +38,11 @@ class WrittenFunction:
     imports: frozenset[str]
 
     @property
+    def own_name(self) -> str:
+        """Without its class."""
+        return self.name.rpartition(".")[2]
+
+    @property
     def where(self) -> str:
         """As somebody would say it: ``In [3]: train``, ``train.py:12: train``."""
         return f"{cell_of(self.file) or f'{os.path.basename(self.file)}:{self.line}'}: {self.name}"
@@ -48,9 +53,11 @@ class WrittenFunction:
 
     def apart(self, text: str) -> tuple[str, str]:
         """A changed text as what stands above the function, and the function."""
-        place = _starts_at(_own_statement(parsed(text), self.name))
+        function = function_named(parsed(text), self.own_name)
+        assert function is not None
+        above = begins_at(function) - 1
         lines = text.splitlines(keepends=True)
-        return "".join(lines[: place - 1]), "".join(lines[place - 1 :])
+        return "".join(lines[:above]), "".join(lines[above:])
 
 
 def written_functions(
@@ -87,7 +94,7 @@ def _definition_of(function: FunctionType) -> WrittenFunction | None:
     )
     found = WrittenFunction(code.co_filename, code.co_firstlineno, name, text, margin, imports)
     with suppress(SyntaxError, ValueError, InsideError):
-        if isinstance(_own_statement(parsed(text), name), (ast.FunctionDef, ast.AsyncFunctionDef)):
+        if function_named(parsed(text), found.own_name) is not None:
             compiled_from(function, text, name, _unchanged, code.co_filename)
             return found
     return None
@@ -104,17 +111,3 @@ def _run_as(function: FunctionType, found: WrittenFunction, text: str, file: str
 
 def _unchanged(node: ast.AST, source: str) -> None:
     """As it is written."""
-
-
-def _own_statement(tree: ast.Module, name: str) -> ast.stmt:
-    """The definition, below what was put above it. Raises ValueError where there is none."""
-    last = name.rpartition(".")[2]
-    for one in tree.body:
-        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef)) and one.name == last:
-            return one
-    raise ValueError(name)
-
-
-def _starts_at(statement: ast.stmt) -> int:
-    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
-    return min([statement.lineno, *(one.lineno for one in decorators)])

@@ -9,7 +9,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.alike import HALVES, made_at
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
@@ -21,7 +21,6 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 _SEVERAL = 3
-_HALVES = frozenset({"float16", "bfloat16"})
 _LOCAL = f"{threading.local.__module__}.{threading.local.__name__}"
 _PARAMETRIZED = re.compile(r"^(?P<module>.*)\.parametrizations\.(?P<name>\w+)\.original\d*$")
 _ASKS_FOR_FLOAT32 = re.compile(r"\.float\(|float32")
@@ -93,7 +92,7 @@ def widened_weights(scene: Scene) -> Iterator[Cause]:
         birth = births.get(made.born) if made is not None else None
         if made is None or birth is None or birth.kernel != "_to_copy" or scene.tensors is None:
             continue
-        if [dtype for _, dtype in birth.inputs if dtype in _HALVES] and (facts := scene.tensors.facts(made)).line:
+        if [dtype for _, dtype in birth.inputs if dtype in HALVES] and (facts := scene.tensors.facts(made)).line:
             weights[facts.line, facts.statement].append((one, birth))
     for (line, statement), pairs in sorted(weights.items(), key=lambda pair: -len(pair[1]))[:1]:
         its = [one for one, _ in pairs]

@@ -19,6 +19,9 @@ from gpumem_magic.units import human, listed
 # What has a tensor's shape and is none of its copies.
 _OF_TRAINING = frozenset({"parameters", "buffers", "gradients", "optimizer_state"})
 
+HALVES = frozenset({"float16", "bfloat16"})
+"""Types of 16 bits."""
+
 
 @dataclass(frozen=True)
 class Alike:

@@ -54,7 +54,7 @@ def all_at_once(scene: Scene) -> Iterator[Cause]:
     if not any(shape and not shape[0] % rows for shape, _ in birth.inputs):
         # What is made of nothing has no rows that could come one after the other.
         return
-    made = [event for event, one in scene.births if begin <= event < end and one == birth]
+    made = {event for event, one in scene.births if begin <= event < end and one == birth}
     if len(made) >= _PARTS and 2 * sum(one.born in made for one in here) < len(made):
         # They come in parts as it is.
         return

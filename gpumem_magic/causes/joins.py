@@ -144,12 +144,14 @@ def joined_gradients(scene: Scene) -> Iterator[Cause]:
 def joined_weights(scene: Scene) -> Iterator[Cause]:
     """All weights once more in one piece, and what is computed of that."""
     weights = scene.living_in(scene.moment, "parameters")
+    if len(weights) < _PARTS:
+        return
     whole = sum(each.requested for each in weights)
     alive = list(births_alive(scene))
     for event, birth in scene.births:
         size = bytes_of(birth.shape or (), birth.dtype)
         joins = birth.kernel == "cat" and not birth.node and len(birth.inputs) >= _PARTS and event < scene.moment
-        if not joins or len(weights) < _PARTS or 10 * abs(size - whole) > whole:
+        if not joins or 10 * abs(size - whole) > whole:
             continue
         there = [each for _, each, one in alive if one.shape == birth.shape]
         if sum(there) < max(WORTH, scene.part_of_peak(3)):

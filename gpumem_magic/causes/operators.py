@@ -8,6 +8,7 @@ from dataclasses import replace
 from math import prod
 
 from gpumem_magic.causes.alike import (
+    HALVES,
     Alike,
     alive_in_shapes,
     alone,
@@ -48,9 +49,8 @@ _BY_INDEX = tuple(
     for end in ("", "_")
 )
 _HEADS = re.compile(r"repeat_kv|attention")
-_HALVES = frozenset({"float16", "bfloat16"})
 # A wider type -> the narrower ones that it may come to instead.
-_WIDER = {"float32": _HALVES, "float64": _HALVES | {"float32"}, "complex128": frozenset({"complex64"})}
+_WIDER = {"float32": HALVES, "float64": HALVES | {"float32"}, "complex128": frozenset({"complex64"})}
 # What a program calls to have another type. Under autocast other operators convert what they are given.
 _CONVERSIONS = frozenset({"to", "float", "type", "type_as", "_to_copy"})
 _FACTORIES = frozenset(
@@ -329,7 +329,7 @@ def _is_widened(birth: Birth) -> bool:
         birth.kernel == "_to_copy"
         and birth.dtype == "float32"
         and len(birth.inputs) == 1
-        and birth.inputs[0][1] in _HALVES
+        and birth.inputs[0][1] in HALVES
         and prod(birth.inputs[0][0]) == prod(birth.shape or ())
     )
 

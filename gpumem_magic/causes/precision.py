@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.alike import HALVES, made_at
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.owners.model import size_of
@@ -14,7 +14,6 @@ from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
-_HALVES = frozenset({"float16", "bfloat16"})
 # What autocast runs in 16 bits (`AT_FORALL_LOWER_PRECISION_FP` of ATen/autocast_mode.h, PyTorch 2.13), as kernels have it.
 _LOWER = frozenset({"convolution", "mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "linear"})
 _OF_WEIGHTS = frozenset({"parameters", "gradients", "optimizer_state", "buffers", "workspace"})
@@ -26,9 +25,9 @@ def outside_of_autocast(scene: Scene) -> Iterator[Cause]:
     if not scene.spans(AUTOCAST_ENDS) or not scene.spans(BACKWARD):
         return
     layers = [birth for _, birth in scene.births if birth.kernel in _LOWER and not birth.node]
-    if not any(birth.dtype in _HALVES for birth in layers):
+    if not any(birth.dtype in HALVES for birth in layers):
         return
-    half = {birth.place for birth in layers if birth.dtype in _HALVES}
+    half = {birth.place for birth in layers if birth.dtype in HALVES}
     wide = {birth.place for birth in layers if birth.dtype == "float32"} - half
     births = scene.recording.logs[scene.device].births
     found: dict[CodePlace, list[tuple[Allocation, Birth]]] = defaultdict(list)

@@ -182,8 +182,8 @@ def repeated_modules(scene: Scene) -> Iterator[Cause]:
     until = min(map(scene.end_of, scene.spans(BACKWARD)))
     first = scene.highest_without((), until=until)[0]
     best: tuple[int, str, int, int] | None = None
-    of_modules = _inside(scene, trace)
-    for kind, paths in _classes(trace).items():
+    of_modules, classes = _inside(scene, trace), _classes(trace)
+    for kind, paths in classes.items():
         inside = {path: its for path in paths if (its := of_modules.get(path))}
         gone = [one for path, its in inside.items() for one in _not_its_result(scene, trace, path, its)]
         if size_of(gone) < scene.part_of_peak(_SHARE) or len(inside) < _STEPS:
@@ -196,7 +196,11 @@ def repeated_modules(scene: Scene) -> Iterator[Cause]:
         return
     saved, kind, count, size = best
     highest = scene.report.peak.allocated - saved
-    twice = " Their batch norms take each batch's statistics twice then." if _normalizes_batches(trace, kind) else ""
+    twice = (
+        " Their batch norms take each batch's statistics twice then."
+        if _normalize_batches(trace, classes[kind])
+        else ""
+    )
     yield Cause(
         "repeated_modules",
         f"The {count} modules of class `{kind}` keep {human(size)} inside for backward.",
@@ -207,9 +211,8 @@ def repeated_modules(scene: Scene) -> Iterator[Cause]:
     )
 
 
-def _normalizes_batches(trace: ModuleTrace, kind: str) -> bool:
-    """Whether modules of this class have batch norms among their parts."""
-    paths = _classes(trace)[kind]
+def _normalize_batches(trace: ModuleTrace, paths: Sequence[str]) -> bool:
+    """Whether modules at these paths have batch norms among their parts."""
     norms = [one.path for one in trace.names if _BATCH_NORM.fullmatch(one.type)]
     return any(_is_in(norm, path) for norm in norms for path in paths)
 

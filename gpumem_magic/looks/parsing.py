@@ -32,6 +32,18 @@ def expression_of(source: str) -> ast.expr | None:
         return None
 
 
+def function_named(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """A text's own function of that name, the first; None where it has none."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return next((one for one in tree.body if isinstance(one, kinds) and one.name == name), None)
+
+
+def begins_at(statement: ast.stmt) -> int:
+    """The line of a statement, or of its first decorator."""
+    decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
+    return min([statement.lineno, *(one.lineno for one in decorators)])
+
+
 @contextmanager
 def _without_a_word() -> Iterator[None]:
     with warnings_remembered(), warnings.catch_warnings():

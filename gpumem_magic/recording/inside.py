@@ -102,16 +102,21 @@ def find_function(text: str, namespace: Mapping[str, Any]) -> types.FunctionType
         thing = thing.__func__
     if is_a(thing, types.MethodType):
         thing = thing.__func__
-    found, seen = thing, {id(thing)}
-    while (wrapped := attribute(found, "__wrapped__")) is not None and id(wrapped) not in seen:
-        seen.add(id(wrapped))
-        found = wrapped
+    found = behind_decorators(thing)[-1]
     if not is_a(found, types.FunctionType):
         what = f"a {name_of_class(type(thing))} is no Python function with statements to show"
         if is_a(thing, type):
             what = f"{text} is a class: name one of its functions, such as {text}.__init__"
         raise InsideError(f"--into {text}: {what}")
     return cast(types.FunctionType, found)
+
+
+def behind_decorators(thing: Any) -> list[Any]:
+    """What is called, and what stands behind its decorators, the function that was written last. Nothing of the user's runs."""
+    found = [thing]
+    while (inner := attribute(found[-1], "__wrapped__")) is not None and all(inner is not one for one in found):
+        found.append(inner)
+    return found
 
 
 def rewritten(function: types.FunctionType, begins: Begins) -> tuple[types.CodeType, _Teller]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpumem_magic.looks.code import OWN, whose
 from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.recording.inside import behind_decorators
 
 AT_LEAST = 20
 """So many iterations of such a program are run before that they repeat says anything."""
@@ -75,19 +76,11 @@ def _functions_of(thing: object) -> Iterable[object]:
     if type(thing) in (staticmethod, classmethod):
         thing = thing.__func__  # type: ignore[attr-defined]
     if type(thing) is FunctionType:
-        return _wrapped(thing)
+        return behind_decorators(thing)
     if type(thing) is ModuleType:
         return list(vars(thing).values())
     kind = thing if isinstance(thing, type) else type(thing)
     return [one for base in kind.__mro__ for each in vars(base).values() for one in _in_a_class(each)]
-
-
-def _wrapped(function: FunctionType) -> list[FunctionType]:
-    """A function, and what stands behind its decorators."""
-    found = [function]
-    while type(inner := vars(found[-1]).get("__wrapped__")) is FunctionType and all(inner is not one for one in found):
-        found.append(inner)
-    return found
 
 
 def _in_a_class(thing: object) -> Iterable[object]:
