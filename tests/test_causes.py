@@ -1181,6 +1181,14 @@ GUILTY += [
         "block_diagonal", ("x = torch.rand(64, 256, 256, device='cuda')", "b = torch.block_diag(*x)"), "Keep the blocks"
     ),
     Case(
+        "mostly_zeros",
+        (
+            "edges = torch.randint(0, 8192, (2, 20000), device='cuda')",
+            "adj = torch.zeros(8192, 8192, device='cuda')\nadj[edges[0], edges[1]] = 1\ndegree = adj.sum(1)",
+        ),
+        "torch.sparse_coo_tensor",
+    ),
+    Case(
         "target_graphs",
         (
             "body = net(1024, 4)\na, b = torch.rand(16384, 1024, device='cuda'), torch.rand(16384, 1024, device='cuda')",
@@ -1255,6 +1263,14 @@ GUILTY += [
 ]
 
 INNOCENT = [
+    # each part is another one that lies where one was
+    Case(
+        "",
+        (
+            "parts = [mib(40) for _ in range(6)]",
+            "for turn in range(2):\n    for i, part in enumerate(parts):\n        parts[i] = part * 2\n        del part",
+        ),
+    ),
     # parts that have something to keep; batches by their numbers, and rows of which all are read at once
     Case("", (IN_PARTS.format(part="lambda h: nn.functional.gelu(layer(h)) * 2"), "run(x, 1).backward()")),
     Case("", (DATA, "for i in range(0, 4096, 512):\n    train(X[order[i:i + 512]])")),
@@ -2551,6 +2567,13 @@ def test_what_follows_the_advice_does_not_hear_it_again(not_told: str, cells: tu
     with notebook() as book:
         book.cell(cells[0])
         assert not any(name.startswith(not_told) for name in names(book.measured(cells[1])))
+
+
+def test_a_matrix_that_is_filled_row_by_row_is_not_mostly_zeros() -> None:
+    with notebook("A100-40GB") as book:
+        book.cell("x = torch.rand(6000, 64, device='cuda')\nD = torch.zeros(6000, 6000, device='cuda')")
+        report = book.measured("for i in range(0, 6000, 1000):\n    D[i : i + 1000] = torch.cdist(x[i : i + 1000], x)")
+        assert "mostly_zeros" not in names(report)
 
 
 @pytest.mark.parametrize("case", INNOCENT, ids=[str(number) for number in range(len(INNOCENT))])

@@ -39,6 +39,7 @@ from gpumem_magic.causes import (
     shapes,
     shortage,
     spikes,
+    squares,
     stale_states,
     threads,
     ties,
@@ -173,6 +174,7 @@ DETECTORS: tuple[Detector, ...] = (
     joins.joined_weights,
     joins.filled_in_parts,
     made_whole.made_whole,
+    squares.mostly_zeros,
     shapes.attention_scores,
     shapes.dominating_layer,
     shapes.wide_numbers,
@@ -249,7 +251,7 @@ _COVERED = {
     "dominating_layer": ("attention_scores", "repeated_modules", "joined_weights", "outside_of_autocast"),
     "wide_inference": ("models_of_threads",),
     # (Of data that stays there is as much whatever a batch has.)
-    "whole_batch": ("copied_rows", "second_of_its_size", "recomputed_weights", "rebuilt_beside"),
+    "whole_batch": ("copied_rows", "second_of_its_size", "recomputed_weights", "rebuilt_beside", "mostly_zeros"),
     # (Whose parts PyTorch's own function joins.)
     "joined": ("jacobian_of_a_batch",),
     "map_location_missing": ("held_checkpoint",),
@@ -279,6 +281,9 @@ _COVERED = {
         "zeros_for_where",
         "written_out",
         "copied_rows",
+        # (Whose parts come one after the other as it is.)
+        "joined",
+        "mostly_zeros",
     ),
     "repeated_modules": ("attention_scores", "kept_steps", "outside_of_autocast"),
     # (Of what no backward goes through there is less to be computed in parts.)

@@ -263,10 +263,17 @@ def _is_of(look: Sighting, name: str) -> bool:
 
 def _freed_under(scene: Scene, name: str, begin: int, end: int) -> bool:
     """Whether anything that was seen under a name was freed in an interval."""
-    seen = {look.address for look in scene.recording.sightings if look.position <= begin and _is_of(look, name)}
-    seen |= scene.deleted.get(name, frozenset())
+    seen = {
+        look.address: look.position
+        for look in scene.recording.sightings
+        if look.position <= begin and _is_of(look, name)
+    }
+    before = scene.deleted.get(name, frozenset())
     return any(
-        one.address in seen and one.freed is not None and begin <= one.freed < end and one.born < begin
+        (one.address in before or one.born < seen.get(one.address, -1))
+        and one.freed is not None
+        and begin <= one.freed < end
+        and one.born < begin
         for one in scene.timeline.allocations
     )
 
@@ -278,7 +285,9 @@ def _seen_as(scene: Scene, name: str, position: int) -> set[int]:
         for look in scene.recording.sightings
         if look.device == scene.device
         and look.position <= position
+        # (Another may have been at its address.)
         and look.address in scene.alive
+        and scene.alive[look.address].born < look.position
         and _is_of(look, name)
     }
     before = scene.modules.get(name, frozenset()) | scene.deleted.get(name, frozenset())

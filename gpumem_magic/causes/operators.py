@@ -389,6 +389,9 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
         remedy = (
             "`torch.einsum`, or `torch.bmm` with the expanded dimension among the rows, multiplies without the copy."
         )
+    elif mask := _as_a_mask(scene, alike):
+        # (`expand` of `preprocess_mask`, and `add_` of the plain kernel, ATen/native/transformers/attention.cpp.)
+        remedy = f"Leave it as it is: {mask} broadcasts its mask itself, without a copy."
     elif _goes_into_attention(scene, alike) or (
         birth.place is not None and _HEADS.search(f"{birth.place.function} {birth.place.own_function} {words}")
     ):
@@ -424,6 +427,16 @@ def _is_written_to(scene: Scene, alike: Alike) -> bool:
 def _goes_into_attention(scene: Scene, alike: Alike) -> bool:
     """Whether the variable that it is made for goes into fused attention: keys or values in which heads are repeated."""
     return bool(_calls_with(scene, alike, ("scaled_dot_product_attention",)))
+
+
+def _as_a_mask(scene: Scene, alike: Alike) -> str:
+    """The attention that takes it in as its mask, behind queries, keys and values; "" where none does."""
+    for event, birth in scene.births:
+        if event > alike.event and not birth.node and "scaled_dot_product" in birth.operator:
+            shapes = [shape for shape, _ in birth.inputs]
+            if alike.shape in shapes and alike.shape not in shapes[: len("qkv")]:
+                return of_birth(scene, event, birth)
+    return ""
 
 
 def _index_of(scene: Scene, alike: Alike) -> str:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from math import prod
 
 import torch
 
-from gpumem_magic.causes.alike import Alike, bytes_of, made_by, numbers_alive, size_words, squeezed, taken_in_by
+from gpumem_magic.causes.alike import (
+    Alike,
+    births_alive,
+    bytes_of,
+    made_by,
+    numbers_alive,
+    size_words,
+    squeezed,
+    taken_in_by,
+)
 from gpumem_magic.causes.model import LEAST, WORTH, Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.looks.parsing import expression_of, parsed, parsed_expression
@@ -44,6 +53,12 @@ _MOST_NAMES = 40
 # ``x.norm(p=1, dim=-1)``, ``x.norm(1, -1)``, ``vector_norm(x, ord=1)``.
 _NORM = re.compile(r"\b(?:p|ord)\s*=\s*([\d.]+)|\.norm\(\s*([\d.]+)")
 _CHECKPOINTED = ", each part in a function that `torch.utils.checkpoint.checkpoint` calls with `use_reentrant=False`"
+# So many of one operator and one line, in one statement, are a loop's.
+_TURNS = 8
+_OF_A_TURN = (
+    "A function for what a turn does, called by `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`, keeps only what "
+    "goes into it, and computes the rest again in backward."
+)
 # Two matrices for whose rows all pairs are made: rows, rows and what is summed over.
 _PAIR, _PLANES = 2, 3
 
@@ -59,7 +74,9 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     expression = birth.place.expression if birth.place is not None else ""
     what = made_by(scene, alike)
     pair = f"{shape_words(first)} with {shape_words(second)}"
-    told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}."
+    turns = _turns_kept(scene, alike)
+    in_turns = f", from {turns} turns of a loop" if turns else ""
+    told = f"{what} broadcasts {pair} to {shape_words(alike.shape)}: {size_words(alike)}{in_turns}."
     same = squeezed(first) == squeezed(second)
     if same and not _MEANT.search(expression) and (len(first) != len(second) or birth.operator.endswith("loss")):
         return Cause("broadcast", told, _squeeze(first, second, operands(expression)), alike.bytes)
@@ -67,7 +84,23 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
         # Meant, and one thing among others; or the many small ones of a loop's steps.
         return None
     small = alike.bytes < _FAULT
-    return Cause("all_pairs", told, _fewer(scene, alike, (first, second)), alike.bytes, describes=small)
+    remedy = _OF_A_TURN if turns else _fewer(scene, alike, (first, second))
+    return Cause("all_pairs", told, remedy, alike.bytes, describes=small)
+
+
+def _turns_kept(scene: Scene, alike: Alike) -> int:
+    """Of how many turns of a loop within one statement a graph keeps what has the shape, where one turn has little of it; else
+    0."""
+    if not _goes_backward(scene, alike):
+        return 0
+    row = scene.start_of_row(alike.event)
+    kept = Counter(
+        (birth.place, birth.kernel)
+        for event, _, birth in births_alive(scene)
+        if birth.shape == alike.shape and not birth.node and scene.start_of_row(event) == row
+    )
+    turns = max(kept.values(), default=0)
+    return turns if turns >= _TURNS else 0
 
 
 def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> str:
@@ -120,11 +153,13 @@ def _product(shapes: Sequence[tuple[int, ...]], operands: Sequence[str]) -> str:
 
 def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
     """A graph keeps each part for its backward."""
-    trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
-    if scene.report.error is not None:
-        trains = trains or scene.program.goes_on_backward(scene.left.way)
     # (A backward of its own for each would go through what they share a second time.)
-    return f"work on some of the rows at a time{_CHECKPOINTED if trains else ''}"
+    return f"work on some of the rows at a time{_CHECKPOINTED if _goes_backward(scene, alike) else ''}"
+
+
+def _goes_backward(scene: Scene, alike: Alike) -> bool:
+    trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
+    return trains or (scene.report.error is not None and scene.program.goes_on_backward(scene.left.way))
 
 
 def _is_on_the_way(expression: str) -> bool:

@@ -59,17 +59,28 @@ def turns_of_lines(scene: Scene) -> list[list[Iteration]]:
     those of the line that made most first. Layers of a model make theirs within one forward, and data are only put there."""
     inside = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(FORWARD, OPTIMIZER))
     found: list[tuple[int, list[Iteration]]] = []
-    for its in (one for rows in _made_by_lines(scene).values() for one in rows.values()):
+    for row, its in (one for rows in _made_by_lines(scene).values() for one in rows.items()):
         last = its[-1].born
         kept = [one for one in its if one.freed is None or one.freed > last]
         size = sum(one.size for one in kept)
         # (What each turn lets go of when the next has its own is there twice, and no more.)
         if len(kept) < max(_SEVERAL, len(its) // 2) or size < scene.part_of_peak(_PART) or not _is_apart(kept, inside):
             continue
+        if _is_put_in_place(scene, row, kept):
+            continue
         turns = [Iteration(before.born, after.born) for before, after in pairwise(kept)]
         if all(_computes(scene, turn) for turn in turns):
             found.append((size, turns))
     return [turns for _, turns in sorted(found, key=lambda pair: -pair[0])]
+
+
+def _is_put_in_place(scene: Scene, row: int, kept: list[Allocation]) -> bool:
+    """Whether a statement, of which this is left, has let go of as much that was there before: a cache made anew.
+    row: where it began."""
+    stop = next((stop for _, begin, stop in scene.statements if begin == row), row)
+    left = sum(one.size for one in kept if one.freed is None or one.freed > stop)
+    more = scene.timeline.allocated_at(stop) - scene.timeline.allocated_at(row)
+    return _PART * max(more, 0) < left
 
 
 def _is_apart(kept: list[Allocation], spans: list[tuple[int, int]]) -> bool:

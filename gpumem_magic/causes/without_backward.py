@@ -52,7 +52,7 @@ def graph_without_backward(scene: Scene) -> Cause | None:
         return None
     if (
         (scene.report.error is None or not backwards)
-        and not scene.evaluating
+        and not (scene.evaluating or _evaluate(forwards))
         and any(graphs_of(scene, spot) >= 2 for spot in spots(ours)[:1])
     ):
         # Losses that are kept or added up: `graphs_alive` says which.
@@ -140,7 +140,16 @@ def _trained_places(scene: Scene) -> bool:
 def may_train(scene: Scene, forwards: list[Span]) -> bool:
     """Whether a backward may follow in another cell: a module in evaluation mode is trained, too, where batch norm is frozen."""
     source = "".join(one.source for one in scene.program.cells[:1])
+    if not scene.evaluating and _evaluate(forwards):
+        # (Models that no variable is: of a list, or of an object.)
+        return bool(scene.holdings.optimized) and len(forwards) == 1
     if not scene.evaluating:
         most = max(Counter(span.label for span in forwards).values())
         return bool(scene.holdings.optimized) or most < EQUAL_ITERATIONS or "optim" in scene.typed
     return _trained_places(scene) and len(forwards) == 1 and ".eval(" not in source
+
+
+def _evaluate(forwards: Sequence[Span]) -> bool:
+    """Whether all that has a graph is of modules in evaluation mode."""
+    graphs = [one for one in forwards if one.graph]
+    return bool(graphs) and all(one.evaluating for one in graphs)

@@ -75,7 +75,7 @@ class Span:
     Iterations are not recorded: they follow from the optimizer's steps. skipped: how many iterations of a long run were left
     out just before it. steps_left_out: how many steps of the first optimizer went with these, and with iterations that had rows
     of their own. graph: whether autograd had recorded what a forward gave. beside: whether forwards that have no spans began
-    meanwhile in other threads.
+    meanwhile in other threads. evaluating: whether a forward's module was in evaluation mode.
     """
 
     kind: str
@@ -87,6 +87,7 @@ class Span:
     steps_left_out: int = 0
     graph: bool = False
     beside: bool = False
+    evaluating: bool = False
 
 
 class Sighting(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as nn_module
 
-from gpumem_magic.looks.objects import name_of_class
+from gpumem_magic.looks.objects import attribute, name_of_class
 from gpumem_magic.looks.tensors import as_written
 from gpumem_magic.patching import Patches
 from gpumem_magic.recording import torch_seams
@@ -54,7 +54,7 @@ _OWN_RANGES = (
 @dataclass
 class _Open:
     """A span that has begun. owner: id of the module or optimizer, to know its end by. in_threads: whether it is of a module that
-    runs in threads itself. beside: as of a span."""
+    runs in threads itself. beside, evaluating: as of a span."""
 
     kind: str
     label: str
@@ -63,6 +63,7 @@ class _Open:
     owner: int = 0
     in_threads: bool = False
     beside: bool = False
+    evaluating: bool = False
 
 
 class Phases:
@@ -186,7 +187,8 @@ class Phases:
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
             moment = self._moment()
-            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, graph=graph, beside=one.beside))
+            how = {"graph": graph, "beside": one.beside, "evaluating": one.evaluating}
+            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, **how))
             self._grown()
             return moment
         return None
@@ -263,6 +265,7 @@ class Phases:
             elif not self._is_open(FORWARD):
                 one = self._begin(FORWARD, self._label("module", module), id(module))
                 one.in_threads = isinstance(module, torch.nn.DataParallel)
+                one.evaluating = attribute(module, "training") is False
                 self.hidden.forward_of(module)
                 self._witness.forward_begins(module, args, one.start)
             else:
