@@ -155,3 +155,19 @@ def test_an_attempt_that_failed_does_not_say_what_half_of_it_would_take() -> Non
         book.cell("wide.zero_grad()")
         report = book.measured("wide(torch.randn(65536, 1024).cuda()).relu().sum().backward()")
         assert of_the_batch(report) is not None
+
+
+STEPS_FIRST = """
+layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(256, 4, 1024{where}), 2).cuda()
+tokens = torch.randint(0, 5000, {shape}).cuda()
+embed, head = nn.Embedding(5000, 256).cuda(), nn.Linear(256, 500).cuda()
+"""
+
+
+@pytest.mark.parametrize(("where", "shape"), [("", (35, 400)), (", batch_first=True", (400, 35))])
+def test_sequences_are_counted_where_their_layers_have_them(where: str, shape: tuple[int, int]) -> None:
+    with notebook() as book:
+        book.cell(STEPS_FIRST.format(where=where, shape=shape))
+        report = book.measured("head(layers(embed(tokens))).square().mean().backward()")
+    cause = next(one for one in report.causes if one.name == "whole_batch")
+    assert cause.text.startswith("The batch of 400 items takes ")

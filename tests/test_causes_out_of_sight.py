@@ -391,6 +391,15 @@ def test_states_of_parameters_that_were_replaced_are_told(takes: str, told: bool
             assert "`del opt.state[old]`" in cause.remedy
 
 
+def test_states_of_parameters_that_went_to_the_host_are_not_those_of_others() -> None:
+    with notebook() as book:
+        book.cell("model = nn.Linear(4096, 4096).cuda()\nopt = torch.optim.Adam(model.parameters())")
+        book.cell("model(torch.randn(8, 4096).cuda()).mean().backward()\nopt.step()\nopt.zero_grad()")
+        report = book.measured("model.cpu()")
+        assert "idle_states" in names(report)
+        assert "stale_states" not in names(report)
+
+
 WRAPPED = """
 import weakref
 wrapped = weakref.WeakKeyDictionary()

@@ -27,6 +27,8 @@ _LEAST = 4
 _VERY_MANY = 100_000
 # The dimensions of several signals, of images and of volumes.
 _IMAGES = (3, 4, 5)
+# Those of sequences: steps, items, numbers.
+_OF_SEQUENCES = 3
 _OF_AN_IMAGE = 2
 # Rows and columns, and the two factors of a product of matrices.
 _FACTORS = 2
@@ -263,7 +265,7 @@ class Batch:
         for one in scene.timeline.live_at(scene.moment):
             birth = self.births.get(one.born)
             shape = seen.get(one.address, ()) if one.born < 0 else ()
-            rows = shape[0] if shape else self._rows(birth)
+            rows = self._items_of(shape) if shape else self._rows(birth)
             rows = rows if self._may_be(one) else 0
             if rows < _LEAST:
                 continue
@@ -275,7 +277,7 @@ class Batch:
             seconds[rows] = shape[1] if len(shape) > 1 else 0
         for rows, second in seconds.items():
             # What steps are taken from, one after the other, has their number first, and then the items'.
-            if rows not in sizes and second in sizes:
+            if (rows not in sizes or (scene.steps_first and sizes[second] > sizes[rows])) and second in sizes:
                 inputs[second] += inputs.pop(rows)
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
         likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
@@ -316,7 +318,11 @@ class Batch:
     def has(self, birth: Birth | None) -> bool:
         """Whether what was made so has the batch's items in its first dimension, or multiples of them."""
         rows = self._rows(birth)
-        return rows > 0 < self.items and rows % self.items == 0
+        if rows <= 0 or self.items <= 0 or birth is None or birth.shape is None:
+            return False
+        # (Behind steps, or queries, keys and values in one; in front of heads.)
+        sides = birth.shape[:_OF_SEQUENCES] if self._scene.steps_first else (rows,)
+        return any(side % self.items == 0 for side in sides)
 
     def _is_set_of_data(self, one: Allocation) -> bool:
         """Whether it is what batches are taken from, of which there is as much whatever their size: it came as it is, with more
@@ -338,7 +344,12 @@ class Batch:
         """The first dimension of what may be of a batch; 0 of all else."""
         if birth is None or not birth.shape or birth.operator in _NOT_OF_A_BATCH or birth.shape in self._weights:
             return 0
-        return birth.shape[0]
+        return self._items_of(birth.shape)
+
+    def _items_of(self, shape: tuple[int, ...]) -> int:
+        # (Scores of attention have a number for each two steps, and the heads in front.)
+        steps_first = self._scene.steps_first and len(shape) >= _OF_SEQUENCES and shape[-1] != shape[-2]
+        return shape[1] if steps_first else shape[0]
 
 
 _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_like", "empty_like"})

@@ -6,12 +6,14 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.filled import positions_used, with_less_room
 from gpumem_magic.causes.model import LEAST, WORTH, Scene, partnered
 from gpumem_magic.causes.places import Spot, added, is_part, quoted, release, spots, taking_off
 from gpumem_magic.causes.sized import asked_for_room
+from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import Held, Station, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD
 from gpumem_magic.report.failure import failed_request
@@ -343,7 +345,8 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     filled = positions_used(scene, its)
     used = None if place is None else scene.program.using(place.partition(".")[0].partition("[")[0])
     at = f" ({used.words})" if used is not None else ""
-    grows = any((birth := births.get(one.born)) is not None and birth.kernel == "cat" for one in cached)
+    joined = [birth for one in cached if (birth := births.get(one.born)) is not None and birth.kernel == "cat"]
+    grows, longer = bool(joined), min(map(_positions_added, joined), default=0)
     if _trains_without(scene, cached):
         yield Cause(
             "key_value_cache",
@@ -377,6 +380,15 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
             size_of(cached),
         )
         return
+    if longer > 1:
+        yield Cause(
+            "key_value_cache",
+            f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
+            f"{counted(len(cached), 'tensor')}: the last call added {longer:,} positions to those of the calls before.",
+            "Where it does not go on from these, let go of the cache first (set it to None, or empty it).",
+            size_of(cached),
+        )
+        return
     yield Cause(
         "key_value_cache",
         f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
@@ -388,6 +400,16 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
         "smaller.",
         size_of(cached),
     )
+
+
+def _positions_added(birth: Birth) -> int:
+    """By how many positions what was joined is longer than its longest part; 0 where that is not known."""
+    sizes = sorted(prod(shape) for shape, _ in birth.inputs)
+    if birth.shape is None or len(sizes) < 2 or not sizes[-1]:
+        return 0
+    part = next(shape for shape, _ in birth.inputs if prod(shape) == sizes[-1])
+    more = [whole - few for whole, few in zip(birth.shape, part, strict=False) if whole != few]
+    return more[0] if len(part) == len(birth.shape) and len(more) == 1 else 0
 
 
 def _with_less_room(cached: Iterable[Allocation], filled: tuple[int, int] | None) -> str:

@@ -290,7 +290,7 @@ def _keeps_one_of(scene: Scene, alike: Alike) -> bool:
 def _first_let_go(scene: Scene, remedy: str) -> str:
     """The remedy, behind the easier one where a variable keeps what the loss was made of, and nothing reads it any more."""
     found = unread(scene)
-    return remedy if found is None else f"{found.advice}. {remedy}"
+    return remedy if found is None else f"{found.advice(by_name=True)}. {remedy}"
 
 
 # Which operators

@@ -28,6 +28,9 @@ def stale_states(scene: Scene) -> Iterator[Cause]:
     for optimizer, its in sorted(held.items(), key=lambda pair: -size_of(pair[1])):
         if size_of(its) < scene.part_of_peak(_PART):
             return
+        if all(one.kind == "optimizer_state" for one in its):
+            # (Of parameters on the host, which it steps.)
+            continue
         name, _, attribute = optimizer.partition(".")
         groups = scene.program.adding(name, "param_groups")
         put = groups or scene.program.adding(name, attribute.rpartition(".")[2] or "state")

@@ -45,12 +45,15 @@ class NoLongerRead:
     highest: int
 
     @property
-    def advice(self) -> str:
-        """What to type where, and what the peak would be."""
+    def called(self) -> str:
+        return listed(list(map(quoted, self.names)))
+
+    def advice(self, *, by_name: bool = False) -> str:
+        """What to type where, and what the peak would be. by_name: where the sentence before has not named them."""
         peak = f"the peak would be {human(self.highest)}"
         if not self.lets_go:
-            it = "it" if len(self.names) == 1 else "them"
-            return f"The rest of the cell does not read {it}: on the host (`.cpu()`), or deleted, {peak}"
+            them = self.called if by_name else ("it" if len(self.names) == 1 else "them")
+            return f"The rest of the cell does not read {them}: on the host (`.cpu()`), or deleted, {peak}"
         before = f"before `{self.before.shown}` ({self.before.words})"
         return f"`{self.lets_go}` {before} lets go of what nothing reads any more: {peak}"
 
@@ -62,8 +65,8 @@ def unread_results(scene: Scene) -> Iterator[Cause]:
     keep = "still keeps its result" if len(found.names) == 1 else "still keep their results"
     yield Cause(
         "unread_results",
-        f"{listed(list(map(quoted, found.names)))}{found.made} {keep} at the peak: {human(size_of(found.held))}.",
-        f"{found.advice}.",
+        f"{found.called}{found.made} {keep} at the peak: {human(size_of(found.held))}.",
+        f"{found.advice()}.",
         size_of(found.held),
         describes=True,
     )

@@ -38,7 +38,8 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
     trained: set[str] = set()
     for one in parameters.values():
         if (one.device, one.address) in known:
-            trained.add(module_of(one))
+            # (A list that the optimizer was given has it, too.)
+            trained |= {module_of(one), *(scene.holdings.roots[number].name for number in one.roots)}
     for one in scene.held:
         owner = parameters.get(one.place.removesuffix(_GRADIENT)) if one.kind == "gradient" else None
         if owner is not None and (owner.device, owner.address) not in known and _is_certain(scene, one):
@@ -74,13 +75,19 @@ def untrained_gradients(scene: Scene) -> Iterator[Cause]:
         calls = sorted(scene.program.calls(module.rpartition(".")[2]), key=lambda one: one.where != "")
         call = calls[0] if calls else scene.program.using(module)
         at = f" ({call.words}, `{call.shown}`)" if call is not None else ""
-        partly = ", in part," if module in trained else ""
+        partly = module in trained
         graph = f", and {human(kept)} of its activations are kept for backward" if kept >= LEAST else ""
+        got = f"{human(size_of(gradients))} of gradients{graph}"
+        part = _part_of(gradients, [one for one in parameters.values() if (one.device, one.address) in known])
+        text = f"runs with gradients, though no optimizer trains it: its parameters got {got}"
+        if partly and part:
+            text = f"runs with gradients, though no optimizer trains its `{part.removeprefix(f'{module}.')}`: that got {got}"
+        elif partly:
+            text = f"has parameters that no optimizer trains, and they got {got}"
         yield Cause(
             "untrained_gradients",
-            f"{quoted(module)}{at} runs with gradients, though{partly} no optimizer trains it: its parameters got "
-            f"{human(size_of(gradients))} of gradients{graph}.",
-            _only_named(scene, module) + _frozen(module, in_part=bool(partly), through=through),
+            f"{quoted(module)}{at} {text}.",
+            _only_named(scene, module) + _frozen(part if partly else module, through=through),
             size_of(gradients) + kept,
         )
         return
@@ -93,9 +100,23 @@ def _only_named(scene: Scene, module: str) -> str:
     return f"`{place.shown}` ({place.words}) only gives the module an attribute: " if place is not None else ""
 
 
-def _frozen(module: str, *, in_part: bool, through: bool) -> str:
-    """What to do. through: whether gradients go on through it to what is trained."""
-    if in_part:
+def _part_of(gradients: Sequence[Held], trained: Sequence[Held]) -> str:
+    """The part of a module that has all of these, and nothing that is trained: `probe.backbone`; "" where it has none."""
+    ways = [one.place.removesuffix(_GRADIENT).split(".")[:-1] for one in gradients]
+    part = []
+    for names in zip(*ways, strict=False):
+        # (`model.0` is no name.)
+        if len(set(names)) > 1 or not names[0].isidentifier():
+            break
+        part.append(names[0])
+    place = ".".join(part)
+    return place if len(part) > 1 and not any(one.place.startswith(f"{place}.") for one in trained) else ""
+
+
+def _frozen(module: str, *, through: bool) -> str:
+    """What to do; module: "" where that is a part of one without a name of its own. through: whether gradients go on through it
+    to what is trained."""
+    if not module:
         return "`.requires_grad_(False)` on the parameters that the optimizer was not given."
     if through:
         return f"`{module}.requires_grad_(False)`: the gradients still go through it to what is trained."

@@ -6,7 +6,7 @@ import ast
 import re
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -55,7 +55,7 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
         if one.freed is not None and begin <= one.freed <= end:
             found[forwards[number][2]][number].append(one)
     label, its = max(found.items(), key=lambda pair: sum(map(size_of, pair[1].values())), default=("", {}))
-    what, remedy = f"forwards of {quoted(label)}", FEWER_AT_ONCE
+    what, remedy = f"{len(its)} forwards of {quoted(label)}", FEWER_AT_ONCE
     least = _FORWARDS
     if len(its) < least:
         what, its, remedy, least = *_turns(scene, begin, end), _TURNS_AT_ONCE, _TURNS
@@ -68,7 +68,7 @@ def waiting_graphs(scene: Scene) -> Iterator[Cause]:
     at = f" (line {row.line})" if row is not None else ""
     yield Cause(
         "waiting_graphs",
-        f"{len(sizes)} {what} come before one backward{at}, and the graphs of all of them live until then: {human(sum(sizes))}.",
+        f"{what} come before one backward{at}, and the graphs of all of them live until then: {human(sum(sizes))}.",
         remedy,
         sum(sizes) - sizes[-1],
         describes=True,
@@ -117,7 +117,7 @@ def _turns(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allo
     if not lines:
         return "", {}
     where = listed([str(line) for line, _ in sorted(lines.most_common(2))])
-    return f"turns of a loop (line{'s' * (len(lines) > 1)} {where})", dict(enumerate(made.values()))
+    return f"{len(made)} turns of a loop (line{'s' * (len(lines) > 1)} {where})", dict(enumerate(made.values()))
 
 
 def _turns_inside(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, list[Allocation]]]:
@@ -140,9 +140,15 @@ def _turns_inside(scene: Scene, begin: int, end: int) -> tuple[str, dict[int, li
     trains = any(_GOES_BACKWARD.search(ast.unparse(one)) for one in loops)
     if 2 * size_of(its) < scene.report.peak.allocated or len(modules) > 1 or not loops or trains:
         return "", {}
-    return f"turns of a loop ({scene.tensors.facts(its[0]).inner or f'line {place.own_line}'})", {
-        number: [one] for number, one in enumerate(its)
-    }
+    number = f"{len(its)}" if _made_alike(scene, its) else "Many"
+    words = f"{number} turns of a loop ({scene.tensors.facts(its[0]).inner or f'line {place.own_line}'})"
+    return words, {number: [one] for number, one in enumerate(its)}
+
+
+def _made_alike(scene: Scene, its: Sequence[Allocation]) -> bool:
+    """Whether each of these is the same operator's, so that there is one of each turn."""
+    births = scene.recording.logs[scene.device].births
+    return len({(births[one.born].kernel, births[one.born].shape) for one in its}) == 1
 
 
 def unused_graphs(scene: Scene) -> Iterator[Cause]:

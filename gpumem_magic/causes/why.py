@@ -83,6 +83,7 @@ class Why:
         self._program = ProgramText()
         self._idle_checkpointing: frozenset[str] = frozenset()
         self._searches_convolutions = False
+        self._steps_first = False
         self._reads_last_position = False
         self._filled: Mapping[tuple[int, int], tuple[FilledPart, ...]] = {}
         self._rewritten: Mapping[tuple[int, int], int] = {}
@@ -128,6 +129,7 @@ class Why:
                 del everything
                 self._reads_last_position = reads_last_position(self._source, namespace)
                 self._idle_checkpointing = _idle_checkpointing(namespace)
+                self._steps_first = _steps_first(namespace)
                 self._searches_convolutions |= bool(torch.backends.cudnn.benchmark)
                 self._typed = _typed(namespace)
                 self._never_clears = never_clears_gradients(self._source, namespace)
@@ -195,6 +197,7 @@ class Why:
                 tensors=view.tensors,
                 idle_checkpointing=self._idle_checkpointing,
                 searches_convolutions=self._searches_convolutions,
+                steps_first=self._steps_first,
                 reads_last_position=self._reads_last_position,
                 evaluated=self._evaluated,
                 left=self._left,
@@ -335,6 +338,18 @@ def _idle_checkpointing(namespace: Mapping[str, Any]) -> frozenset[str]:
             for _, one in tensors.modules_in(module)
         )
     )
+
+
+def _steps_first(namespace: Mapping[str, Any]) -> bool:
+    """Whether the notebook's recurrent and attention layers take sequences with their steps in front, as PyTorch's own do unless
+    they are told ``batch_first``."""
+    found = {
+        attribute(one, "batch_first") is True
+        for _, module in _modules_in(namespace)
+        for _, one in tensors.modules_in(module)
+        if is_a(one, torch.nn.RNNBase) or is_a(one, torch.nn.MultiheadAttention)
+    }
+    return found == {False}
 
 
 def _modules_in(namespace: Mapping[str, Any]) -> Iterator[tuple[str, torch.nn.Module]]:
