@@ -61,3 +61,16 @@ def test_without_the_device_a_compiler_is_asked(builds: list[str], tmp_path: Pat
     gpu.turn_off()
     _build(tmp_path)
     assert builds == ["own_kernel"]
+
+
+@pytest.mark.parametrize("values", ["stand-in", "real"])
+def test_a_kernels_text_is_refused_in_one_line(values: str) -> None:
+    before = torch.cuda._compile_kernel
+    machine = gpu.turn_on(f"T4,values={values}")
+    try:
+        with pytest.raises(CannotRun, match=r"^the virtual GPU cannot run the CUDA kernel `add`, .* real GPU$"):
+            torch.cuda._compile_kernel('extern "C" __global__ void add(float* a) {}', "add")
+        assert [note for note in machine.notes() if "CUDA kernels were not built (add)" in note]
+    finally:
+        gpu.turn_off()
+    assert torch.cuda._compile_kernel is before

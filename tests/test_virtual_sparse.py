@@ -203,7 +203,7 @@ def test_weights_of_edges_have_gradients() -> None:
 @pytest.mark.parametrize(
     ("operation", "text"),
     [
-        (lambda: matrix("cuda").cumsum(0), "virtual GPU cannot run aten.cumsum"),
+        (lambda: matrix("cuda").cumsum(0), "virtual GPU cannot run `aten.cumsum"),
         (lambda: torch.quantize_per_tensor(torch.rand(3), 0.1, 0, torch.qint8).cuda(), "cannot hold a quantised"),
     ],
 )
@@ -359,7 +359,7 @@ def test_a_coordinate_tensor_of_lists_is_on_the_device() -> None:
 
 
 def test_a_compressed_matrix_without_a_rule_is_refused_in_one_line() -> None:
-    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run aten\.cumsum"):
+    with pytest.raises(NotImplementedError, match=r"virtual GPU cannot run `aten\.cumsum"):
         by_rows("cuda").cumsum(0)
     with pytest.raises(RuntimeError, match=r"cannot be multiplied \(4x3 and 4x2\)"):
         by_rows("cuda") @ torch.ones(4, 2, device="cuda")
@@ -855,7 +855,7 @@ def test_a_module_that_holds_a_sparse_matrix_is_copied() -> None:
 @pytest.mark.parametrize(
     ("values", "refused"),
     [
-        ("", r"the virtual GPU cannot run aten\.abs\.out"),
+        ("", r"the virtual GPU cannot run `aten\.abs\.out"),
         (
             ",values=real",
             r"the virtual GPU cannot hold what `aten\.abs\.out` writes to a tensor with layout torch\.sparse_coo",

@@ -403,6 +403,7 @@ class VirtualMachine:
             wheel.install(self._patches)
             attempt(legacy.install)
             attempt(self._libraries.install)
+            self._extensions.install(self._patches)
             attempt(kernel_rules.install)
             communication.install(self._patches, self.engine)
             install_engine_hooks(self._patches, self.engine)

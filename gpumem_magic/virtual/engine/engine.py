@@ -97,7 +97,14 @@ from gpumem_magic.virtual.engine.overlaps import (
     refuse_overlaps,
     refuse_written,
 )
-from gpumem_magic.virtual.engine.refusals import DeviceGone, cannot_run, is_foreign, refuse_device, refuse_to_hold
+from gpumem_magic.virtual.engine.refusals import (
+    DeviceGone,
+    cannot_run,
+    is_foreign,
+    no_rule_for_sparse,
+    refuse_device,
+    refuse_to_hold,
+)
 from gpumem_magic.virtual.engine.rules import COMPRESSED, SPARSE, TRACED, Met, meet, writing_each
 from gpumem_magic.virtual.engine.shape_rules import ASKED_INSTEAD
 from gpumem_magic.virtual.engine.storage import Placement, StorageTable
@@ -878,7 +885,7 @@ def _no_attention(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _no_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> NoReturn:
     refuse_without_kernel(func)
-    raise cannot_run(func, "for a sparse tensor")
+    raise cannot_run(func, "of a sparse tensor") if is_foreign(func) else no_rule_for_sparse(func)
 
 
 def _refuse_foreign(tensor: FakeTensor) -> NoReturn:

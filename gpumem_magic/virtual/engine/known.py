@@ -18,9 +18,9 @@ from gpumem_magic.failures import is_own_failure
 from gpumem_magic.looks.tensors import no_functions
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, refused_values, shares, triangles, uniform, values
+from gpumem_magic.virtual.engine import few, guesses, refused_values, shares, tallies, triangles, uniform, values
 from gpumem_magic.virtual.engine.alike import Answer
-from gpumem_magic.virtual.engine.calls import with_size
+from gpumem_magic.virtual.engine.calls import users_line, with_size
 from gpumem_magic.virtual.engine.computing import (
     ComputingEngine,
     dim_of_size,
@@ -340,10 +340,19 @@ class KnownEngine(ComputingEngine):
                 self._hold_once(out[1], few.dim_of_order(func, args, kwargs))
             if self._bounded or most is not None:
                 self._bound(written_by(func, args, kwargs) if way.writes else [], out, most)
+            if way.counts and tallies.is_count(args[0], out):
+                self._count(args[0], out)
             return out
         finally:
             self._nested = False
             self._ahead = None
+
+    def _count(self, mask: Any, number: VirtualTensor) -> None:
+        count = tallies.note(self, mask, number, users_line())
+        if count is not None:
+            with no_functions(), host_keys():
+                host = _aten.full.default(number.shape, count, dtype=number.dtype)
+            self.guess(number, host)
 
     def _refuse(self, way: Way, func: Any, args: Any, kwargs: Any, device: int) -> None:
         """Raises what is to be said of values that the operator's kernel refuses, where they are known.

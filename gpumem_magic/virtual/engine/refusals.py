@@ -30,6 +30,14 @@ def cannot_run(func: Any, reason: str) -> CannotRun:
     )
 
 
+def no_rule_for_sparse(func: Any) -> CannotRun:
+    """The same where only its sparse arguments are in the way."""
+    return CannotRun(
+        f"the virtual GPU cannot run `{func}` on a sparse tensor: it has no rule for its memory. Give it a dense one "
+        "(`.to_dense()`), or run this line on the host, or on a real GPU."
+    )
+
+
 def is_foreign(func: Any) -> bool:
     return getattr(func, "namespace", "aten") not in ("aten", "prims", "prim", "c10d", "_c10d_functional")
 

@@ -123,11 +123,13 @@ def engine_of(tensor: VirtualTensor) -> TensorEngine:
 
 # The name under which a class for virtual tensors keeps the program's own, which tensors on the host are of.
 OWN = "_gpumem_own"
-# The names under which a tensor's own dictionary keeps that its values may be known, that it holds the answers to a check, and
-# what unknown values are taken to be.
+# The names under which a tensor's own dictionary keeps that its values may be known, that it holds the answers to a check, what
+# unknown values are taken to be, how many a mask has selected, and which mask's count it is (`values.Tally`).
 KNOWN = "_gpumem_known"
 CHECKED = "_gpumem_checked"
 GUESS = "_gpumem_guess"
+TALLY = "_gpumem_tally"
+COUNT = "_gpumem_count"
 
 _NO_MEMORY = (
     "a tensor on a virtual GPU has no memory to share. Hand the library a copy on the host (tensor.cpu()), or run this line on a "
@@ -157,7 +159,8 @@ _BY_CODE: dict[CodeType, Any] = {one.__code__: one for one in OTHERWISE if isins
 _FAKE_ATTRIBUTES = {
     "_fake_device", "fake_device", "fake_mode", "constant", "real_tensor", "pytype", "dispatch_keys", "_is_param", "_debug_trace",
     "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo", KNOWN,
-    CHECKED, GUESS, "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
+    CHECKED, GUESS, TALLY, COUNT,
+    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc", "_nested_int_memo_vc",
     "_nonzero_memo_epoch", "_item_memo_epoch", "_unique_memo_epoch", "_unique_consecutive_memo_epoch", "_nested_int_memo_epoch",
 }  # fmt: skip
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
-from gpumem_magic.virtual.engine.tensors import CHECKED, GUESS, VirtualTensor, all_attributes, engine_of
+from gpumem_magic.virtual.engine.tensors import CHECKED, COUNT, GUESS, TALLY, VirtualTensor, all_attributes, engine_of
 
 
 class Known(NamedTuple):
@@ -22,6 +22,16 @@ class Known(NamedTuple):
     host: torch.Tensor
     exact: bool
     supplied: bool = False
+
+
+class Tally:
+    """How many elements of a mask are true: as many as were selected by it; None where nothing was. version: of the mask."""
+
+    __slots__ = ("count", "version")
+
+    def __init__(self, version: int) -> None:
+        self.count: int | None = None
+        self.version = version
 
 
 class Given(NamedTuple):
@@ -133,11 +143,29 @@ def forget(tensor: Any) -> None:
     engine_of(tensor).forget(tensor)
 
 
-def selects_all(mask: Any, count: int) -> None:
-    """Where a mask of unknown values was taken to select all, it says so from now on to whoever reads it."""
-    if count == mask.numel() and mask.dtype == torch.bool:
+def selects(mask: Any, count: int) -> None:
+    """By a mask of unknown values so many were selected: who counts it is told as many, and one that was taken to select all says
+    so from now on to whoever reads it."""
+    if mask.dtype != torch.bool:
+        return
+    tally_of(mask).count = count
+    if count == mask.numel():
         all_attributes(mask)[GUESS] = 1.0
         all_attributes(mask).pop(CHECKED, None)
+
+
+def tally_of(mask: Any) -> Tally:
+    """What is known of a mask's count, for as long as nothing is written to it."""
+    found = all_attributes(mask).get(TALLY)
+    if not isinstance(found, Tally) or found.version != version(mask):
+        found = all_attributes(mask)[TALLY] = Tally(version(mask))
+    return found
+
+
+def counted(number: Any) -> int | None:
+    """How many were selected by the mask whose count a tensor is; None where it is none, or nothing was selected."""
+    tally, written = all_attributes(number).get(COUNT, (None, 0))
+    return tally.count if tally is not None and written == version(number) else None
 
 
 def unknown(result: Any, *arguments: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import few, guesses, kernel_rules, refused_values, shares, uniform
+from gpumem_magic.virtual.engine import few, guesses, kernel_rules, refused_values, shares, tallies, uniform
 from gpumem_magic.virtual.engine.computing import comes_first, touches_values
 
 # They write all of their first argument.
@@ -25,7 +25,7 @@ class Way(NamedTuple):
     """What an operator does with values. looks: it only gives other views. makes: values come of no tensor's.
 
     equal: of equal elements it makes equal ones. few, begins, orders: see `few`; spread, chooses: see `shares`; refuses: see
-    `refused_values`.
+    `refused_values`; counts: see `tallies`.
     """
 
     looks: bool
@@ -41,6 +41,7 @@ class Way(NamedTuple):
     spread: shares.Rule | None = None
     chooses: bool = False
     refuses: refused_values.Rule | None = None
+    counts: bool = False
 
 
 def way_of(func: Any) -> Way:
@@ -67,6 +68,7 @@ def way_of(func: Any) -> Way:
         spread=shares.RULES.get(func),
         chooses=func in shares.BEGINNING,
         refuses=refused_values.RULES.get(func),
+        counts=func in tallies.COUNTING,
     )
 
 

@@ -17,11 +17,12 @@ import torch
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import guesses, values
+from gpumem_magic.virtual.engine import guesses, tallies, values
+from gpumem_magic.virtual.engine.calls import users_line
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import STATE, ThreadFlag
 from gpumem_magic.virtual.engine.rules import special
-from gpumem_magic.virtual.engine.tensors import CHECKED, VirtualTensor, all_attributes, engine_of
+from gpumem_magic.virtual.engine.tensors import CHECKED, GUESS, VirtualTensor, all_attributes, engine_of
 from gpumem_magic.virtual.operators.written_gradients import as_device_does
 
 HOLDING = ThreadFlag()
@@ -65,6 +66,12 @@ def _mark(tensor: Any) -> None:
         all_attributes(tensor)[CHECKED] = values.version(tensor)
 
 
+def _find_nothing(tensor: Any) -> None:
+    """No element is taken to be true."""
+    if isinstance(tensor, VirtualTensor) and values.known(tensor) is None:
+        all_attributes(tensor)[GUESS] = 0.0
+
+
 def _is_check(tensor: Any) -> bool:
     return (
         isinstance(tensor, VirtualTensor)
@@ -97,6 +104,8 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
                     _mark(out)
                     if out.numel() == 1 and values.known(out) is None:
                         _say(out, True)
+                else:
+                    _find_nothing(out)
                 return out
         else:
             _mark(out)
@@ -130,6 +139,13 @@ def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return out
 
 
+@special(*overloads("isnan isinf"), plain=_says_nothing, outside_backward=True)
+def _no_number(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    out = engine.run(func, args, kwargs, device)
+    _find_nothing(out)
+    return out
+
+
 _ALL = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default)
 
 
@@ -150,7 +166,7 @@ def _of_many(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     elif _is_check(args[0]):
         _mark(out)
         if args[0].numel() > 1 and values.known(out) is None:
-            _say(out, func in _ALL)
+            _say(out, func in _ALL or tallies.selects_some(engine, func, args[0], users_line()))
     elif guesses.of(args[0]) in (0, 1) and values.known(out) is None:
         _say(out, bool(guesses.of(args[0])))
     return out

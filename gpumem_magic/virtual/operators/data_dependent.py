@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import shares, supplied, values
+from gpumem_magic.virtual.engine import supplied, tallies, values
 from gpumem_magic.virtual.engine.arguments import refuse_lengths_of_ctc
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
 from gpumem_magic.virtual.engine.engine import Engine
-from gpumem_magic.virtual.engine.few import Exactly, Surely
+from gpumem_magic.virtual.engine.few import Surely
 from gpumem_magic.virtual.engine.mismatch import refuse_mixed_devices, together
 from gpumem_magic.virtual.engine.modes import STATE, made_plainly, origin, pushed
 from gpumem_magic.virtual.engine.rules import special
@@ -48,6 +48,8 @@ def _read_scalar(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
     if held is not None:
         engine.count_stand_in(dtype=args[0].dtype)
         return held
+    if (count := values.counted(args[0])) is not None:
+        return _unknown_number(engine, args[0].dtype, count)
     if found is not None:
         value = found.host.item()
         if isinstance(value, int) or cmath.isfinite(value):
@@ -284,19 +286,10 @@ def _hold_positions(engine: Engine, device: int, mask: Any, count: int, held: Ex
     hold_while_found(engine, device, mask, lambda: held.enter_context(engine.scratch(device, listed)))
 
 
-def _most(engine: Engine, mask: Any) -> int:
-    """How many elements of a mask can be true."""
-    found = engine.at_most(mask)
-    return mask.numel() if found is None else found
-
-
 def _selected(engine: Engine, operator: str, mask: Any) -> int:
     """How many elements of a mask, whose values are not known, are taken to be true."""
-    most, share = _most(engine, mask), engine.share(mask)
-    if isinstance(most, Surely):
-        return most
-    likely = None if share is None or isinstance(most, Exactly) else shares.expected(share, mask)
-    return engine.selected(operator, most, likely if likely is not None and likely < most else None)
+    most, likely = tallies.taken(engine, mask)
+    return most if isinstance(most, Surely) else engine.selected(operator, most, likely)
 
 
 @special(*overloads("nonzero nonzero.out"))
@@ -307,7 +300,7 @@ def _nonzero(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
         count = int(host.count_nonzero())
     else:
         count = _selected(engine, "nonzero", args[0])
-        values.selects_all(args[0], count)
+        values.selects(args[0], count)
     out = kwargs.get("out")
     if out is None:
         return found_among(engine, device, args[0], count)
@@ -582,7 +575,7 @@ def _index(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
                     count = int(host.count_nonzero())
                 else:
                     count = _selected(engine, "boolean mask", index)
-                    values.selects_all(index, count)
+                    values.selects(index, count)
                 _hold_positions(engine, device, index, count, held)
                 expanded += [_blank(engine, (count,), torch.int64, device) for _ in range(index.dim())]
                 lies += index_lists.lies_of_positions(count, index.dim())

@@ -200,9 +200,16 @@ def _all_but_the_last(meta: torch.Tensor) -> torch.Tensor:
         f" quantize_per_channel {' '.join(_QUANTISED)}"
     )
 )
-def _quantised(*_: Any) -> NoReturn:
+def _quantised(engine: Engine, func: Any, *_: Any) -> NoReturn:
     """The rules of fake tensors would make them of four bytes an element, without a word."""
-    refuse_to_hold("a quantised tensor", instead="integer tensors with a scale beside them")
+    _refuse_quantised(f"what `{func}` makes, a quantised tensor")
+
+
+def _refuse_quantised(what: str) -> NoReturn:
+    refuse_to_hold(
+        what,
+        "torchao's or bitsandbytes' tensors, `torch.fake_quantize_per_tensor_affine`, or integers with a scale beside them",
+    )
 
 
 @special(*overloads("_nested_tensor_from_tensor_list _nested_tensor_from_mask _nested_from_padded"))
@@ -221,7 +228,7 @@ def made_as_of_old(args: tuple[Any, ...], dtype: torch.dtype, device: Any) -> to
 def _check_kind(tensor: torch.Tensor) -> None:
     """Refuses what fake tensors cannot stand for, before C++ does in words that say nothing to the reader."""
     if tensor.is_quantized:
-        _quantised()
+        _refuse_quantised("a quantised tensor")
     if tensor.layout not in (torch.strided, torch.jagged, *SPARSE_PARTS):
         refuse_to_hold(f"a tensor with layout {tensor.layout}")
 
@@ -378,7 +385,7 @@ class Factories:
                 return original(*args, **kwargs)
             index = self.index_of(device)
             if index is not None and getattr(original, "__name__", "") in _QUANTISED:
-                _quantised()
+                _refuse_quantised(f"what `torch.{original.__name__}` makes, a quantised tensor")
             if index is None:
                 traced = self._traced(device)
                 if traced is not None:
