@@ -95,6 +95,18 @@ def test_a_count_ends_where_the_mask_is_written_to() -> None:
     assert (len(chosen), int(number)) == (ROWS, 0)
 
 
+def test_a_mask_selects_as_many_each_time() -> None:
+    """(Of what is known and of what is not: the first mask was shown to be true everywhere, so the other is nowhere.)"""
+    steps = torch.linspace(0, 1, 40).cuda().expand(10, 40).contiguous()
+    heights, bounds = torch.randn(10, 40, device="cuda"), torch.zeros(10, 40, device="cuda")
+    low = heights <= steps
+    bounds[low] = heights[low]
+    others = ~low & (heights + steps > 0)
+    found = [len(one[others]) for one in (heights, steps, heights, bounds)]
+    assert len(set(found)) == 1
+    bounds[others] = 2.0 * heights[others].sqrt() / steps[others]
+
+
 def test_what_is_only_counted_stays_a_stand_in() -> None:
     """(Or all answers would be said to be right.)"""
     gpu.turn_off()

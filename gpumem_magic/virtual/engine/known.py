@@ -630,11 +630,11 @@ class KnownEngine(ComputingEngine):
         """From now on an unknown tensor has the values that it is guessed to have."""
         with no_functions(), host_keys():
             placement = self.twins.placement(tensor)
-            chosen = placement.among, placement.share
+            noted = placement.among, placement.share, placement.few, placement.told
             placement.put(None)
             self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
-            placement.among, placement.share = chosen
+            placement.among, placement.share, placement.few, placement.told = noted
         all_attributes(tensor)[KNOWN] = True
 
     def _are_small(self, out: Any, found: _Arguments) -> bool:
