@@ -65,6 +65,9 @@ def test_the_page_of_programs_says_what_their_table_has(kept_rows: ModuleType) -
     assert number["refused"] == 1
     assert not number["wrong"]
     assert not any(row["way"].startswith("silent") for row in rows)
+    ways = Counter(row["way"].partition(" ")[0] for row in rows)
+    same, said = ways["same"], ways["said"]
+    assert f"In the table {same + said} rows have a *way*: {same} the same, and {said} say that they may not" in page
     assert f"Of {all_of_them} public programs {works} run as they are" in (ROOT / "CHANGELOG.md").read_text(
         encoding="utf-8"
     )
