@@ -1181,6 +1181,14 @@ GUILTY += [
         "block_diagonal", ("x = torch.rand(64, 256, 256, device='cuda')", "b = torch.block_diag(*x)"), "Keep the blocks"
     ),
     Case(
+        "weights_too_large",
+        (
+            "with torch.device('meta'):\n    body = nn.Sequential(*[nn.Linear(16384, 16384) for _ in range(50)])",
+            "body = body.to_empty(device='cuda')",
+        ),
+        "before they are moved",
+    ),
+    Case(
         "mostly_zeros",
         (
             "edges = torch.randint(0, 8192, (2, 20000), device='cuda')",

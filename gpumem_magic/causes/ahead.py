@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.statements import FUNCTIONS
 from gpumem_magic.causes.written import Text, Written
@@ -15,12 +15,15 @@ _BACKWARD = re.compile(r"backward|^grad$")
 _PUTS = frozenset(("append", "extend", "add", "insert", "update", "setdefault", "put"))
 
 
-def backward_behind(texts: Sequence[Text], way: Sequence[Written]) -> tuple[Written, Written] | None:
+def backward_behind(
+    texts: Sequence[Text], way: Sequence[Written], names: Collection[str] = ()
+) -> tuple[Written, Written] | None:
     """The head of the innermost loop that was left, and the backward that goes through what it made: one in the loop that comes
     in some turns only, or, where it has none, one behind it, in the same function, or in those that called it and were given it
     back.
 
-    way: the lines of the program's functions that led to the failure, outermost first.
+    way: the lines of the program's functions that led to the failure, outermost first. names: of variables that keep it; where
+    the loop gives values to some of these, the backward is one that goes through them.
     """
     known = {one.where: one for one in reversed(texts)}
     functions = _Functions(texts)
@@ -31,12 +34,11 @@ def backward_behind(texts: Sequence[Text], way: Sequence[Written]) -> tuple[Writ
         if loop is None:
             continue
         head = Written(text.where, loop.lineno + text.ahead, "")
+        made = [one for one in _made_in(loop) if one in names] or list(_made_in(loop))
         if any(map(_goes_back, ast.walk(loop))):
-            found = _Reaching(_made_in(loop), text, functions).through(_in_some_turns(loop)).backward
+            found = _Reaching(made, text, functions).through(_in_some_turns(loop)).backward
             return None if found is None else (head, found)
-        followed = _Reaching(_made_in(loop), text, functions).through(
-            _statements(function, loop.end_lineno or loop.lineno)
-        )
+        followed = _Reaching(made, text, functions).through(_statements(function, loop.end_lineno or loop.lineno))
         while followed.backward is None and followed.is_returned and depth:
             depth -= 1
             if (outer := known.get(way[depth].where)) is None:

@@ -246,6 +246,9 @@ class Batch:
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self.births = scene.recording.logs[scene.device].births
+        # (Images have their channels behind.)
+        images = any("conv" in birth.kernel for birth in self.births.values())
+        self._steps_first = scene.steps_first and not images
         # Weights that a program computes (one step of a step of training) are no batch, nor are those that it steps by hand, of
         # which the gradients are known.
         known = any(self._is(one, "parameters") for one in scene.timeline.allocations)
@@ -267,7 +270,7 @@ class Batch:
             shape = seen.get(one.address, ()) if one.born < 0 else ()
             rows = self._items_of(shape) if shape else self._rows(birth)
             rows = rows if self._may_be(one) else 0
-            if rows < _LEAST:
+            if rows < _LEAST or _are_scores(birth):
                 continue
             if not self._is(one, "inputs"):
                 sizes[rows] += one.size
@@ -277,7 +280,7 @@ class Batch:
             seconds[rows] = shape[1] if len(shape) > 1 else 0
         for rows, second in seconds.items():
             # What steps are taken from, one after the other, has their number first, and then the items'.
-            if (rows not in sizes or (scene.steps_first and sizes[second] > sizes[rows])) and second in sizes:
+            if (rows not in sizes or (self._steps_first and sizes[second] > sizes[rows])) and second in sizes:
                 inputs[second] += inputs.pop(rows)
         made = {items: sum(size for rows, size in sizes.items() if rows % items == 0) for items in inputs or sizes}
         likely = [items for items, size in made.items() if 20 * size >= 19 * max(made.values())]
@@ -321,7 +324,7 @@ class Batch:
         if rows <= 0 or self.items <= 0 or birth is None or birth.shape is None:
             return False
         # (Behind steps, or queries, keys and values in one; in front of heads.)
-        sides = birth.shape[:_OF_SEQUENCES] if self._scene.steps_first else (rows,)
+        sides = birth.shape[:_OF_SEQUENCES] if self._steps_first else (rows,)
         return any(side % self.items == 0 for side in sides)
 
     def _is_set_of_data(self, one: Allocation) -> bool:
@@ -348,8 +351,13 @@ class Batch:
 
     def _items_of(self, shape: tuple[int, ...]) -> int:
         # (Scores of attention have a number for each two steps, and the heads in front.)
-        steps_first = self._scene.steps_first and len(shape) >= _OF_SEQUENCES and shape[-1] != shape[-2]
-        return shape[1] if steps_first else shape[0]
+        return shape[1] if self._steps_first and len(shape) >= _OF_SEQUENCES and shape[-1] != shape[-2] else shape[0]
+
+
+def _are_scores(birth: Birth | None) -> bool:
+    """Whether it is a product with a number for each two steps of a sequence, as attention has: in front are heads."""
+    shape = birth.shape if birth is not None and birth.kernel in PRODUCTS else None
+    return shape is not None and len(shape) == _OF_SEQUENCES and shape[-1] == shape[-2]
 
 
 _NOT_OF_A_BATCH = frozenset({"empty", "zeros", "ones", "full", "clone", "zeros_like", "empty_like"})

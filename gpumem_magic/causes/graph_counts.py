@@ -12,6 +12,7 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import (
     Spot,
     base,
+    variable_of,
 )
 from gpumem_magic.causes.written import Written
 from gpumem_magic.devices.base import CodePlace
@@ -56,7 +57,10 @@ def _added_up(scene: Scene, spot: Spot, starts: Sequence[int]) -> int:
     """Of how many forwards of one line a number reaches the graphs, where a later backward has gone through none of them: a sum
     that a function makes which trains and evaluates, say."""
     last = max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)
-    if not keeps_numbers(scene, spot) or any(born_at(scene, one) >= last for one in spot.held):
+    if not keeps_numbers(scene, spot):
+        return 0
+    behind = any(born_at(scene, one) >= last for one in spot.held)
+    if behind and (scene.report.error is None or backward_ahead(scene, [spot]) is not None):
         return 0
     return max(map(len, come_again(scene, spot.held, starts).values()), default=0)
 
@@ -106,4 +110,9 @@ def backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Writte
     last = max(map(scene.end_of, scene.spans(BACKWARD)), default=-1)
     if scene.report.error is None or any(born_at(scene, one) < last for spot in found for one in spot.held):
         return None
-    return backward_behind(scene.program.texts, scene.left.way)
+    return backward_behind(scene.program.texts, scene.left.way, {_name_of(one) for one in found[:1]})
+
+
+def _name_of(spot: Spot) -> str:
+    """The variable that keeps it, in a function or outside."""
+    return (variable_of(spot.held[0]) or (spot.root, ""))[0]

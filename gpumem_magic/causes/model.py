@@ -97,6 +97,7 @@ class Scene:
     deleted: a variable of an earlier cell that this one deletes -> the addresses of all memory that it led to before the first
     statement. filled: by device and address, the parts that the program assigned to, of what it assigned to in parts.
     rewritten: by device and address, how often it wrote to what it had made as a copy. untied: weights that were one.
+    weights: where an error ended it, a module's name -> a type -> the bytes of its parameters, wherever they are.
     steps_first: whether sequences come with their steps in front, and their number behind.
     numbers_for_padding: what models take for it in ids. running: the program's functions around the first backward, the innermost
     first.
@@ -120,6 +121,7 @@ class Scene:
     idle_checkpointing: frozenset[str] = frozenset()
     searches_convolutions: bool = False
     steps_first: bool = False
+    weights: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     reads_last_position: bool = False
     evaluated: frozenset[int] = frozenset()
     left: LeftFunctions = field(default_factory=LeftFunctions)

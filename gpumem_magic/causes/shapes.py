@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 
-from gpumem_magic.causes.alike import bytes_of
+from gpumem_magic.causes.alike import births_alive, bytes_of
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import OF_FUNCTION, size_of
@@ -209,15 +209,20 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
 
 
 def _scores_that_failed(scene: Scene) -> tuple[Birth, list[int], int] | None:
-    """The same where the request that failed was for the first of them: a square product, of an attention by its name."""
-    birth = scene.recording.logs[scene.device].births.get(scene.moment - 1)
+    """The same where the request that failed was for the first of them, or for what is made of them before they are multiplied
+    with the values: square, of an attention by its name."""
+    births = scene.recording.logs[scene.device].births
+    birth = births.get(scene.moment - 1)
     error = scene.report.error
-    if error is None or not error.wanted or birth is None or birth.place is None or birth.kernel not in _PRODUCTS:
+    if error is None or not error.wanted or birth is None or birth.place is None:
         return None
     shape, words = birth.shape or (), f"{birth.operator} {birth.place.expression} {birth.place.function}"
     if len(shape) not in (3, 4) or not shape[-1] == shape[-2] >= _LEAST_LENGTH or "attention" not in words.lower():
         return None
-    return birth, [error.wanted], shape[-1]
+    alike = [size for _, size, one in births_alive(scene) if one.shape and one.shape[-2:] == shape[-2:]]
+    products = (one.shape for one in births.values() if one.kernel in _PRODUCTS and one.shape is not None)
+    made = birth.kernel in _PRODUCTS or any(prod(one) == prod(shape) for one in products)
+    return (birth, alike, shape[-1]) if made else None
 
 
 def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:

@@ -84,6 +84,7 @@ class Why:
         self._idle_checkpointing: frozenset[str] = frozenset()
         self._searches_convolutions = False
         self._steps_first = False
+        self._weights: dict[str, dict[str, int]] = {}
         self._reads_last_position = False
         self._filled: Mapping[tuple[int, int], tuple[FilledPart, ...]] = {}
         self._rewritten: Mapping[tuple[int, int], int] = {}
@@ -120,6 +121,7 @@ class Why:
                 self._rewritten = self._machine.rewritten()
                 if error is not None:
                     self._left = left_functions(error)
+                    self._weights = _weights_of(namespace)
                 everything = _without_parts(self._left.modules, dict(_modules_in(namespace)))
                 self._left.modules.clear()
                 self._evaluating = _evaluating(everything)
@@ -198,6 +200,7 @@ class Why:
                 idle_checkpointing=self._idle_checkpointing,
                 searches_convolutions=self._searches_convolutions,
                 steps_first=self._steps_first,
+                weights=self._weights,
                 reads_last_position=self._reads_last_position,
                 evaluated=self._evaluated,
                 left=self._left,
@@ -338,6 +341,20 @@ def _idle_checkpointing(namespace: Mapping[str, Any]) -> frozenset[str]:
             for _, one in tensors.modules_in(module)
         )
     )
+
+
+def _weights_of(namespace: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """A module's name -> a type -> the bytes of its parameters of that type, wherever they are."""
+    found: dict[str, dict[str, int]] = {}
+    for name, module in _modules_in(namespace):
+        with tensors.no_functions(), tensors.no_dispatch():
+            sizes: dict[str, int] = {}
+            for one in {id(each): each for _, each in tensors.tensors_of(module, tensors.PARAMETERS)}.values():
+                dtype = tensors.dtype_name(one)
+                sizes[dtype] = sizes.get(dtype, 0) + tensors.nbytes(one)
+        if sizes:
+            found[name] = sizes
+    return found
 
 
 def _steps_first(namespace: Mapping[str, Any]) -> bool:
