@@ -485,6 +485,41 @@ for worker in workers:
     worker.start()
 """
 GUILTY += [
+    # many rows that were made of few, and a layer that works on all of them
+    Case(
+        "carried_on",
+        (
+            TRAIN,
+            "r = torch.rand(1024, 512, device='cuda')\nh = model(r.repeat_interleave(64, 0)).relu()\nh.sum().backward()",
+        ),
+        "64 times the rows",
+    ),
+    # scores of a thousand negatives each
+    Case(
+        "products_summed",
+        ("u, v = mib(1).view(1024, 1, 256), mib(512).view(1024, 512, 256)", "s = (u * v).sum(-1)"),
+        "only to add them up",
+    ),
+    # a bag of words by hand
+    Case(
+        "rows_averaged",
+        (
+            "e = nn.Embedding(100, 512).cuda()\nids = torch.randint(100, (256, 1024), device='cuda')",
+            "w = e(ids).mean(1)",
+        ),
+        '`nn.EmbeddingBag` with `mode="mean"`',
+    ),
+    # a forecast's windows, of which batches are taken
+    Case(
+        "overlapping_windows",
+        (
+            "x = torch.rand(60000, 16, device='cuda')",
+            "windows = x.unfold(0, 96, 1).contiguous()\nw = windows[:64].mean()",
+        ),
+        "each number is in 96 of them",
+    ),
+]
+GUILTY += [
     Case("missing_zero_grad", (TRAIN, FORGOTTEN), "never calls `zero_grad`"),
     Case("missing_zero_grad", (TRAIN.replace("SGD", "Adam"), FORGOTTEN), "`optimizer.zero_grad()` right after"),
     Case(
@@ -1158,7 +1193,7 @@ GUILTY += [
         "`X[numbers[i:j]]`",
     ),
     Case(
-        "grown_result",
+        "diagonal_matrix",
         ("A = mib(100).view(5120, 5120)", "D = torch.diag(A.sum(1))\nscaled = D @ A"),
         "`d[:, None] * A`",
     ),

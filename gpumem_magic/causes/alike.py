@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,10 @@ class Alike:
     birth: Birth
     event: int
     types: tuple[str, ...] = ()
+
+
+# (A mask is broadcast by whatever reads it: `sdp_utils` of ATen/native/transformers; what converts it makes one of its own.)
+_BY_STRIDES = re.compile(r"^(?:cat|to|_to_copy)$|scaled_dot_product|_attention")
 
 
 def alive_in_shapes(scene: Scene, fits: Callable[[Birth], bool]) -> list[list[Alike]]:
@@ -145,9 +150,16 @@ def reader_of_a_view(scene: Scene, alike: Alike) -> str:
         shapes = [shape for shape, _ in birth.inputs]
         if event > alike.event and any(prod(shape) == size for shape in shapes):
             # (`cat` copies its parts by their strides: ATen/native/cuda/Shape.cu.)
-            takes = alike.shape in shapes and (goes_by_numbers(birth.kernel) or birth.kernel == "cat")
+            takes = alike.shape in shapes and (goes_by_numbers(birth.kernel) or _BY_STRIDES.search(birth.kernel))
             return of_birth(scene, event, birth) if takes else ""
     return ""
+
+
+def first_reader(scene: Scene, alike: Alike) -> Birth | None:
+    """The first operator after it that takes in as many numbers, in whatever view."""
+    size = prod(alike.shape)
+    later = (birth for event, birth in scene.births if event > alike.event)
+    return next((birth for birth in later if any(prod(shape) == size for shape, _ in birth.inputs)), None)
 
 
 def taken_in_by(scene: Scene, alike: Alike, is_one: Callable[[str], object]) -> str:

@@ -6,8 +6,9 @@ import ast
 import re
 import textwrap
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
@@ -338,6 +339,17 @@ def _is_in_use(scene: Scene, copy: Held, now: tuple[tuple[int, ...], tuple[int, 
     return any(turn is not None and turn[0][0] == now[0][0] and turn[1][0] >= now[1][0] for turn in turns)
 
 
+def _in_common(places: Sequence[str], root: str) -> str:
+    """The attribute in which all of them are, as ``trainer.snapshot``; the root where there is no such."""
+    # (Of a dictionary's key or a list's number, what it is in; of an attribute, the object.)
+    owners = [
+        before.split(".") if key else before.split(".")[:-1]
+        for before, key, _ in (one.partition("[") for one in places)
+    ]
+    same = takewhile(lambda names: len(set(names)) == 1 and names[0].isidentifier(), zip(*owners, strict=False))
+    return ".".join(names[0] for names in same) or root
+
+
 def second_copy(scene: Scene) -> Iterator[Cause]:
     """A copy of a model's weights, or of an optimizer's states, that the cell made and a variable keeps beside them."""
     tensors = scene.tensors
@@ -358,7 +370,7 @@ def second_copy(scene: Scene) -> Iterator[Cause]:
             return
         spot, *others = together(spots(its))
         # (The first of many keys is no place for all.)
-        place = spot.root if others or "[" in spot.place else spot.place
+        place = _in_common([one.place for one in its], spot.root) if others or "[" in spot.place else spot.place
         largest = max(its, key=lambda one: one.size)
         facts = tensors.facts(scene.alive[largest.address])
         # (What an earlier cell made has no line here.)

@@ -95,7 +95,13 @@ def _joined_once(scene: Scene) -> Iterator[Cause]:
         # Of many parts a birth knows only some.
         parts = set(birth.inputs)
         alike_parts = (size for event, size, made in living if event < born and (made.shape, made.dtype) in parts)
-        size = min(sum(alike_parts), whole)
+        # (One may have been there before the cell, which then has a name.)
+        before = (
+            one.requested
+            for one in scene.held
+            if scene.alive[one.address].born < 0 and (one.shape, one.dtype.removeprefix("torch.")) in parts
+        )
+        size = min(sum(alike_parts) + sum(before), whole)
         if 10 * size >= 8 * whole:
             alike = Alike(birth.shape or (), 1, whole, birth, born)
             yield Cause(

@@ -18,8 +18,8 @@ from gpumem_magic.causes.alike import (
     statement_of,
     taken_in_by,
 )
-from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.pairs import PRODUCTS, is_repeated, operands
+from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.pairs import PRODUCTS, is_repeated, operands, product_with
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import MIB, human, shape_words
@@ -33,7 +33,9 @@ _ROWS = frozenset({"index", "index_select", "embedding"})
 # Of a unit matrix, one row in so many.
 _FEW = 4
 _FULL_SPECTRUM = re.compile(r"\bfft\.(fft[2n]?)\(")
-_THE_SAME = re.compile(r"stack\(\s*\[(\w+)\]\s*\*\s*(\w+)\s*\)$")
+_THE_SAME = re.compile(r"\b(stack|cat|concat)\(\s*\[\s*([\w.]+)\s*\]\s*\*\s*([\w.]+)\s*(?:,\s*(?:dim\s*=\s*)?0\s*)?\)$")
+# A tensor's own, and not `F.unfold`, which copies by itself.
+_UNFOLDED = re.compile(r"(?<!\bF)(?<!functional)\.unfold\(\s*-?\d+\s*,\s*(\d+)\s*,\s*(\d+)\s*\)")
 _PADDED = re.compile(r"\bpad_sequence\(\s*(\w+)\b")
 _SUMS = re.compile(r"\bsum\((?!.*dtype)")
 # (Others sort inside: a quantile.)
@@ -164,6 +166,25 @@ def _windows(scene: Scene, alike: Alike, _: bool) -> Cause | None:
     )
 
 
+def _overlapping(scene: Scene, alike: Alike, _: bool) -> Cause | None:
+    """``x.unfold(0, 96, 1).contiguous()``: windows of a view, each made whole."""
+    birth = alike.birth
+    cut = _UNFOLDED.search(birth.place.expression) if birth.place is not None else None
+    if cut is None or alike.bytes < WORTH:
+        return None
+    size, step = map(int, cut.groups())
+    if not step or size < _FEW * step:
+        return None
+    return Cause(
+        "overlapping_windows",
+        f"{made_by(scene, alike)} copies windows of {size:,}, one every {step:,}: each number is in {size // step:,} of them, "
+        f"{human(alike.bytes)}.",
+        "As a view they take nothing: leave out the copy, and make whole only what a batch takes of it (`windows[i:j]`).",
+        alike.bytes,
+        describes=True,
+    )
+
+
 def _padded(scene: Scene, alike: Alike, _: bool) -> Cause | None:
     """`pad_sequence` of sequences that are in a list still, of which one is far longer than the others."""
     place, (rows, longest, *_rest) = alike.birth.place, (*alike.shape, 0, 0)
@@ -256,23 +277,31 @@ def _zeros(scene: Scene, alike: Alike, _: bool) -> Cause | None:
 
 
 def _the_same(scene: Scene, alike: Alike, _: bool) -> Cause | None:
-    """``torch.stack([x] * n)``."""
+    """``torch.stack([x] * n)``, ``torch.cat([x] * n)`` of one row."""
     place = alike.birth.place
     written = _THE_SAME.search(place.expression) if place is not None else None
-    reader = reader_of_a_view(scene, alike) if written is not None else ""
-    if written is None or not reader:
+    if written is None or not alike.birth.inputs:
         return None
-    name, times = written.groups()
+    how, name, given = written.groups()
+    times = prod(alike.shape) // max(1, prod(alike.birth.inputs[0][0]))
+    if how != "stack" and alike.birth.inputs[0][0][:1] != (1,):
+        return None
+    reader, size = reader_of_a_view(scene, alike), bytes_of(alike.shape, alike.birth.dtype)
+    view = f"{name}.expand({given}, *{name}.shape{'' if how == 'stack' else '[1:]'})"
+    remedy = f"`{view}` is a view, which takes nothing: {reader} reads it as it is."
+    if not reader:
+        product = product_with(scene, alike)
+        if not product:
+            return None
+        remedy = f"{product} needs no copies of it: `torch.einsum` multiplies with `{name}` itself."
     return Cause(
-        "expanded_copy",
-        f"{made_by(scene, alike)} copies the same tensor {times} times: {human(bytes_of(alike.shape, alike.birth.dtype))}.",
-        f"`{name}.expand({times}, *{name}.shape)` is a view, which takes nothing: {reader} reads it as it is.",
-        bytes_of(alike.shape, alike.birth.dtype),
+        "expanded_copy", f"{made_by(scene, alike)} copies the same tensor {times:,} times: {human(size)}.", remedy, size
     )
 
 
 _KINDS = {
     "stack": _the_same,
+    "cat": _the_same,
     "zeros_like": _zeros,
     "full_like": _zeros,
     "zeros": _zeros,
@@ -288,4 +317,6 @@ _KINDS = {
     "_fft_c2c": _spectrum,
     "_fft_r2c": _spectrum,
     "block_diag": _blocks,
+    "clone": _overlapping,
+    "contiguous": _overlapping,
 }

@@ -15,6 +15,7 @@ from gpumem_magic.causes.alike import (
     behind,
     births_alive,
     bytes_of,
+    first_reader,
     goes_by_numbers,
     made_by,
     made_of_it,
@@ -27,7 +28,17 @@ from gpumem_magic.causes.alike import (
 from gpumem_magic.causes.libraries import widening
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.one_hot import is_one_hot, multiplied, one_hot
-from gpumem_magic.causes.pairs import COPIES, MULTIPLIES, PRODUCTS, broadcast, is_in_parts, is_repeated, operands, pairs
+from gpumem_magic.causes.pairs import (
+    COPIES,
+    MULTIPLIES,
+    PRODUCTS,
+    broadcast,
+    is_in_parts,
+    is_repeated,
+    operands,
+    pairs,
+    product_with,
+)
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
@@ -48,6 +59,9 @@ _BY_INDEX = tuple(
     for name in ("gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim")
     for end in ("", "_")
 )
+# These work on rows or images that lie in one piece.
+_NEEDS_ROWS = re.compile(r"conv|pool|_rnn|norm|pad|upsample")
+_REPEATS = re.compile(r"\b(?:repeat_interleave|repeat|tile)\(")
 _HEADS = re.compile(r"repeat_kv|attention")
 # A wider type -> the narrower ones that it may come to instead.
 _WIDER = {"float32": HALVES, "float64": HALVES | {"float32"}, "complex128": frozenset({"complex64"})}
@@ -83,7 +97,9 @@ def grown_results(scene: Scene) -> Iterator[Cause]:
         alikes = [
             one for one in (_of_grown(scene, each) for each in alikes) if _is_grown(one.birth) or is_one_hot(one.birth)
         ]
-        kinds = ((kind, one) for kind in (one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes)
+        kinds = (
+            (kind, one) for kind in (_diagonal, one_hot, broadcast, _expanded_copy, pairs, _other) for one in alikes
+        )
         for kind, alike in kinds:
             cause = kind(scene, alike)
             if cause is not None and (alike.birth.place or alike.event) not in told:
@@ -409,6 +425,8 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
             return None
         remedy = f"With `.expand` it would be a view, which takes nothing: {reader} reads one as it is."
         told = f"{what} repeats {shape_words(small)} to {shape_words(alike.shape)}: {size_words(alike)}."
+    elif (reader_of_it := first_reader(scene, alike)) is not None and _NEEDS_ROWS.search(reader_of_it.kernel):
+        return None
     else:
         remedy = (
             "Leave it expanded (a view takes nothing): let the next operator broadcast, without reshaping it before."
@@ -480,11 +498,12 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         # (`torch.linalg.svd` makes all of U unless it is told not to.)
         few = (*alike.shape[:-1], min(birth.inputs[0][0][-2:]))
         remedy = f"`full_matrices=False` makes {shape_words(few)} of it."
-    elif birth.kernel == "diag_embed" and (product := taken_in_by(scene, alike, PRODUCTS.__contains__)):
-        highest, _ = scene.highest_without(_born_there(scene, alike))
+    elif _REPEATS.search(birth.place.expression if birth.place is not None else "") and (
+        product := product_with(scene, alike)
+    ):
         remedy = (
-            f"{product} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
-            f"about {human(highest)}."
+            f"{product} needs no copies: with what is repeated among the rows of its other operand (`torch.einsum`, or a "
+            "`view`), it multiplies with the small one as it is."
         )
     elif birth.kernel == "cat" and (linear := multiplied(scene, alike)):
         remedy = (
@@ -515,6 +534,28 @@ def _other(scene: Scene, alike: Alike) -> Cause | None:
         f"{times} times as much: {size_words(alike)}.",
         remedy,
         alike.bytes,
+        describes=True,
+    )
+
+
+def _diagonal(scene: Scene, alike: Alike) -> Cause | None:
+    """``torch.diag(d) @ A``, told before all that has its shape."""
+    product = taken_in_by(scene, alike, PRODUCTS.__contains__) if alike.birth.kernel == "diag_embed" else ""
+    if not product:
+        return None
+    alike = alone(scene, alike)
+    its = _born_there(scene, alike)
+    highest, _ = scene.highest_without(its)
+    size = max(alike.bytes, scene.report.peak.allocated - highest)
+    if size < scene.part_of_peak(10):
+        return None
+    each = bytes_of(alike.shape, alike.birth.dtype)
+    return Cause(
+        "diagonal_matrix",
+        f"{made_by(scene, alike)} makes {shape_words(alike.shape)}, zeros but for its diagonal: {human(each)}.",
+        f"{product} scales rows or columns: `d[:, None] * A` (columns: `A * d`) does so without it, and the peak would be "
+        f"about {human(highest)}.",
+        size,
         describes=True,
     )
 

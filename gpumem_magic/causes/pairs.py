@@ -16,6 +16,7 @@ from gpumem_magic.causes.alike import (
     bytes_of,
     made_by,
     numbers_alive,
+    of_birth,
     size_words,
     squeezed,
     taken_in_by,
@@ -111,7 +112,7 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             f"Only the diagonal of its result is read (line {line}): give each row its own partner, without the broadcast, and "
             "no other pairs are made."
         )
-    rows = _rows_at_a_time(scene, alike)
+    rows = rows_at_a_time(scene, alike)
     expression = birth.place.expression if birth.place is not None else ""
     if len(alike.shape) >= 3 and shapes[0][-1] == shapes[1][-1] and birth.kernel == "sub" and _is_summed(scene, alike):
         names = [
@@ -151,7 +152,7 @@ def _product(shapes: Sequence[tuple[int, ...]], operands: Sequence[str]) -> str:
     return "`torch.einsum` of both, not expanded,"
 
 
-def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
+def rows_at_a_time(scene: Scene, alike: Alike) -> str:
     """A graph keeps each part for its backward."""
     # (A backward of its own for each would go through what they share a second time.)
     return f"work on some of the rows at a time{_CHECKPOINTED if _goes_backward(scene, alike) else ''}"
@@ -160,6 +161,15 @@ def _rows_at_a_time(scene: Scene, alike: Alike) -> str:
 def _goes_backward(scene: Scene, alike: Alike) -> bool:
     trains = any(scene.start_of(one) > alike.event for one in scene.spans(BACKWARD))
     return trains or (scene.report.error is not None and scene.program.goes_on_backward(scene.left.way))
+
+
+def product_with(scene: Scene, alike: Alike) -> str:
+    """The product of matrices that is the first to take it in, in whatever view; "" where something else reads it first."""
+    size = prod(alike.shape)
+    for event, birth in scene.births:
+        if event > alike.event and any(prod(shape) == size for shape, _ in birth.inputs):
+            return of_birth(scene, event, birth) if birth.kernel in PRODUCTS and not birth.node else ""
+    return ""
 
 
 def _is_on_the_way(expression: str) -> bool:
@@ -270,7 +280,7 @@ def pairs(scene: Scene, alike: Alike) -> Cause | None:
             f"Multiply the input with {instead}: of each row that makes {rank:,} numbers on the way, and no weight.",
             alike.bytes,
         )
-    rows = _rows_at_a_time(scene, alike)
+    rows = rows_at_a_time(scene, alike)
     remedy = f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its `topk`, its sum)."
     if few := _rank_of_features(birth):
         name = _TRANSPOSED.sub("", operands(birth.place.expression)[0]) if birth.place is not None else "x"

@@ -1,13 +1,17 @@
-"""Results that are joined to one tensor only to be made one again: experts, models, views of an image."""
+"""What is stored only to be made one: results that are joined (of experts, of views of an image), products that are added up."""
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 from math import prod
 
 from gpumem_magic.causes.alike import Alike, births_alive, made_by, of_birth
 from gpumem_magic.causes.model import WORTH, Scene
-from gpumem_magic.devices.base import Birth
+from gpumem_magic.causes.pairs import is_repeated
+from gpumem_magic.causes.written import name_given
+from gpumem_magic.devices.base import Birth, CodePlace
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, shape_words
@@ -16,6 +20,11 @@ _REDUCES = frozenset({"sum", "mean", "amax", "amin", "max", "min", "prod", "logs
 _JOINS = frozenset({"stack", "cat"})
 # So many parts are worth a loop; and one part in so many of the peak a word.
 _PARTS, _SHARE = 3, 3
+# Two factors; and a sum that is one part in so many of its products, or less.
+_FACTORS, _FEWER = 2, 4
+# What an `EmbeddingBag` makes of (texts, words, numbers).
+_ROWS, _OF_A_BAG = 3, ("sum", "mean")
+_AVERAGED = {"sum": "are only added up", "mean": "are only averaged"}
 
 
 def joined_to_be_reduced(scene: Scene) -> Iterator[Cause]:
@@ -59,3 +68,82 @@ def _reduced(scene: Scene, event: int, birth: Birth, part: tuple[int, ...]) -> t
         if taken and scene.start_of_row(later) == row and prod(one.shape or ()) <= prod(part):
             return later, one
     return None
+
+
+def products_summed(scene: Scene) -> Iterator[Cause]:
+    """``(a.unsqueeze(1) * b).sum(-1)``: the products, and what a backward makes of them at the same place."""
+    sizes: Counter[tuple[CodePlace, tuple[int, ...]]] = Counter()
+    for _, size, birth in births_alive(scene):
+        if birth.kernel == "mul" and birth.place is not None and birth.shape:
+            sizes[birth.place, birth.shape] += size
+    for (place, shape), size in sizes.most_common(1):
+        births = [(event, one) for event, one in scene.births if not one.node]
+        multiplied = next(
+            (one for one in births if (one[1].kernel, one[1].place, one[1].shape) == ("mul", place, shape)), None
+        )
+        if size < max(WORTH, scene.part_of_peak(_SHARE)) or multiplied is None:
+            return
+        event, birth = multiplied
+        factors = [one for one, _ in birth.inputs if prod(one) > 1]
+        readers = (one for at, one in births if at > event and shape in [its for its, _ in one.inputs])
+        reader = next(readers, None)
+        if len(factors) < _FACTORS or reader is None or reader.kernel != "sum":
+            return
+        if _FEWER * prod(reader.shape or ()) <= prod(shape) and not is_repeated(
+            scene, Alike(shape, 1, size, birth, event)
+        ):
+            yield Cause(
+                "products_summed",
+                f"{of_birth(scene, event, birth)} stores products, {shape_words(shape)}, only to add them up: {human(size)} at "
+                "the peak.",
+                "`torch.einsum` of both multiplies and adds up without storing them.",
+                size,
+                describes=True,
+            )
+
+
+def _over_words(scene: Scene, birth: Birth) -> str:
+    """What the program makes of the second dimension of it, or of the variable that gets it: sum or mean; else "". (A small
+    result has no birth.)"""
+    if birth.place is None:
+        return ""
+    name = name_given(birth.place.text)
+    for how in _OF_A_BAG:
+        over = rf"\.{how}\(\s*(?:(?:dim|axis)\s*=\s*)?1\s*[,)]"
+        if re.search(re.escape(birth.place.expression) + over, birth.place.text):
+            return how
+        if name.isidentifier() and scene.program.matches_any(re.compile(rf"\b{name}{over}")):
+            return how
+    return ""
+
+
+def rows_averaged(scene: Scene) -> Iterator[Cause]:
+    """``self.embed(ids).mean(1)``: rows of a table that are looked up only to be added up."""
+    births = [(event, one) for event, one in scene.births if not one.node]
+    alive: Counter[tuple[int, ...]] = Counter()
+    for _, size, birth in births_alive(scene):
+        alive[birth.shape or ()] += size
+    # (A loop's turns are alike.)
+    tables = {birth.place: event for event, birth in births if birth.kernel == "embedding"}
+    for event, birth in births:
+        shape = birth.shape or ()
+        if (
+            tables.get(birth.place) != event
+            or len(shape) != _ROWS
+            or alive[shape] < max(WORTH, scene.part_of_peak(_SHARE))
+        ):
+            continue
+        how = _over_words(scene, birth)
+        read = any(
+            at > event and shape in [its for its, _ in one.inputs] for at, one in births if one.kernel not in _OF_A_BAG
+        )
+        if how and not read:
+            yield Cause(
+                "rows_averaged",
+                f"{of_birth(scene, event, birth)} looks up {shape_words(shape)}, which {_AVERAGED[how]}: "
+                f"{human(alive[shape])} of that shape at the peak.",
+                f'`nn.EmbeddingBag` with `mode="{how}"` does both, and stores the result alone.',
+                alive[shape],
+                describes=True,
+            )
+            return

@@ -9,9 +9,10 @@ from math import prod
 
 from gpumem_magic.causes.alike import births_alive, bytes_of
 from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.places import quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import OF_FUNCTION, size_of
-from gpumem_magic.recording.model import KEPT_BY_LIST, KEPT_BY_NAME
+from gpumem_magic.recording.model import FORWARD, KEPT_BY_LIST, KEPT_BY_NAME
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import counted, human
@@ -25,6 +26,8 @@ _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _ASKED_FOR = re.compile(r"\boutput_attentions\s*=\s*True")
 _WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
 _ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
+# Scores of so many layers are kept by something.
+_LAYERS = 3
 # Square scores below this are small change.
 _LEAST_LENGTH = 128
 
@@ -199,6 +202,11 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
     if not sizes or sum(sizes) < least:
         return
+    if birth is not None and (keeper := _keeper_of_scores(scene, birth, len(sizes))):
+        remedy = (
+            f"{keeper} keeps them: of each only what is needed (its mean over the heads), or on the host (`.cpu()`), takes less. "
+            f"Where nothing reads them, {remedy[0].lower() if not remedy.startswith('`') else remedy[0]}{remedy[1:]}"
+        )
     yield Cause(
         "attention_scores",
         f"Attention scores are stored in full{where}: {human(sum(sizes))} in {counted(len(sizes), 'tensor')} of {length} x "
@@ -206,6 +214,21 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
         remedy,
         sum(sizes),
     )
+
+
+def _keeper_of_scores(scene: Scene, birth: Birth, count: int) -> str:
+    """The variable that has those of several layers at the end, where no graph does; "" where there is none."""
+    births = scene.recording.logs[scene.device].births
+    if count < _LAYERS or any(one.graph for one in scene.spans(FORWARD)):
+        return ""
+    its = [
+        one
+        for one in scene.held
+        if (made := births.get(scene.alive[one.address].born)) is not None
+        and (made.place, made.shape) == (birth.place, birth.shape)
+    ]
+    roots = {scene.holdings.roots[one.roots[0]].name for one in its}
+    return quoted(roots.pop()) if len(its) >= _LAYERS and len(roots) == 1 else ""
 
 
 def _scores_that_failed(scene: Scene) -> tuple[Birth, list[int], int] | None:

@@ -30,6 +30,8 @@ _HAVE_FUSED = frozenset({"_multi_tensor_adam", "_multi_tensor_adamw", "_multi_te
 # How many numbers these keep for each weight as they are by default (torch/optim/adam.py and the others, 2.0 to 2.13).
 _STATES = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "Adadelta": 2, "RMSprop": 1, "Rprop": 2}
 
+_AMSGRAD = re.compile(r"\bamsgrad\s*=\s*True\b")
+
 
 def late_zero_grad(scene: Scene) -> Iterator[Cause]:
     """Gradients of one iteration that are there during the next one's forward, and are dropped before its backward.
@@ -200,11 +202,19 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "optimizer_states",
             f"The first step of {quoted(step.label)} allocated its states, which stay: {human(size_of(new))}{whole}.",
-            "",
+            _fewer_states(scene, times) if near and times > 2 else "",
             size_of(new),
             describes=True,
         )
         return
+
+
+def _fewer_states(scene: Scene, times: int) -> str:
+    """What has fewer than so many numbers for each weight, which is more than most have."""
+    without = (
+        "`amsgrad=True` keeps one of them: without it there are two. " if scene.program.matches_any(_AMSGRAD) else ""
+    )
+    return f"{without}SGD with momentum keeps one number for each weight in place of {times}."
 
 
 def _states_without_room(scene: Scene) -> Cause | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
@@ -28,6 +28,10 @@ _TRACING = "trace"
 _COMPARING = ("mse_loss", "smooth_l1_loss", "huber_loss", "l1_loss", "kl_div")
 # What a target keeps is worth a word from one part in so many of the peak on.
 _TARGETS = 6
+# (A module whose forward goes backward itself makes all of these on its way.)
+_OF_A_FORWARD = frozenset({"activations", "temporaries"})
+# What so many tensors of one call outlive the backward without being saved for it is no variable's.
+_LAYERS = 3
 # So many of the largest say where.
 _LARGEST = 8
 
@@ -43,6 +47,48 @@ def missing_no_grad(scene: Scene) -> Iterator[Cause]:
     many = bool(forwards) and scene.report.error is not None and not may_train(scene, forwards)
     if (scene.spans(BACKWARD) or scene.evaluating or many) and not _was_to_go_backward(scene):
         yield from _at_the_peak(scene)
+
+
+def passed_over(scene: Scene) -> Iterator[Cause]:
+    """What runs with a graph beside what is trained, and is only read: no backward goes through it, and what it saved goes after
+    each, with the function's last variable of it."""
+    if scene.tensors is None or scene.report.error is not None or not scene.saved:
+        return
+    backwards = sorted((scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD))
+    births, saved = scene.recording.logs[scene.device].births, {one.address for one in scene.saved}
+    passed = [one for one in _past_backwards(scene, backwards) if (birth := births.get(one.born)) and birth.place]
+    first: Counter[CodePlace | None] = Counter(
+        births[one.born].place
+        for one in passed
+        if one.born < scene.saved_at < (one.freed or 0) and one.address not in saved
+    )
+    for place, count in first.items():
+        if count < _LAYERS:
+            continue
+        all_of_it = [one for one in passed if births[one.born].place == place]
+        here = [one for one in all_of_it if one.born < scene.moment <= (one.freed or 0)]
+        if size_of(here) < scene.part_of_peak(10):
+            continue
+        highest, _ = scene.highest_without(all_of_it)
+        if 2 * (scene.report.peak.allocated - highest) < size_of(here):
+            continue
+        yield Cause(
+            "missing_no_grad",
+            f"{made_at(scene, here[-1])} saves {human(size_of(here))} for a backward, and none goes through it: only its numbers "
+            "are used.",
+            f"Run it inside `with torch.no_grad():`: the peak would be about {human(highest)}.",
+            size_of(here),
+        )
+        return
+
+
+def _past_backwards(scene: Scene, backwards: Sequence[tuple[int, int]]) -> Iterator[Allocation]:
+    """What a forward made that lives through a backward, and goes in none."""
+    for one in scene.timeline.allocations:
+        if one.freed is not None and scene.labels[one.index].category in _OF_A_FORWARD:
+            number = bisect_right(backwards, (one.freed, scene.end)) - 1
+            if number >= 0 and one.born < backwards[number][0] and backwards[number][1] < one.freed:
+                yield one
 
 
 def _was_to_go_backward(scene: Scene) -> bool:
