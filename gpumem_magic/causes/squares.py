@@ -14,16 +14,17 @@ from gpumem_magic.report.model import OF_A_MODEL, Cause
 from gpumem_magic.units import shape_words
 
 # What makes one of a single number.
-BLANK = frozenset({"zeros", "new_zeros", "zeros_like", "eye"})
+_BLANK = frozenset({"zeros", "new_zeros", "zeros_like", "eye"})
 # Of fewer rows nobody makes a sparse one; and all of the shape are one part in so many of the peak.
 _ROWS, _SHARE = 1024, 3
+_SIDES = 2
 
 
 def mostly_zeros(scene: Scene) -> Iterator[Cause]:
     """``adj = torch.zeros(n, n)``, ``adj[i, j] = 1``: a number for each pair, of which an assignment by indices sets some."""
     shapes: dict[tuple[int, ...], list[tuple[int, str]]] = defaultdict(list)
     for _, size, birth in births_alive(scene):
-        if birth.shape is not None and is_square(birth.shape):
+        if birth.shape is not None and _is_square(birth.shape):
             shapes[birth.shape].append((size, birth.dtype))
     for shape, its in sorted(shapes.items(), key=lambda each: -sum(size for size, _ in each[1])):
         size = sum(each for each, _ in its)
@@ -43,15 +44,15 @@ def mostly_zeros(scene: Scene) -> Iterator[Cause]:
                 return
 
 
-def is_square(shape: tuple[int, ...]) -> bool:
-    return len(shape) == len((0, 1)) and shape[0] == shape[1] >= _ROWS
+def _is_square(shape: tuple[int, ...]) -> bool:
+    return len(shape) == _SIDES and shape[0] == shape[1] >= _ROWS
 
 
 def _blank(scene: Scene, shape: tuple[int, ...]) -> Iterator[tuple[int, Birth]]:
     """What made zeros of the shape that are no model's."""
     labels = {one.born: scene.labels[one.index].category for one in scene.timeline.allocations}
     for event, birth in scene.births:
-        blank = birth.shape == shape and not birth.node and {birth.kernel, birth.operator} & BLANK
+        blank = birth.shape == shape and not birth.node and {birth.kernel, birth.operator} & _BLANK
         if blank and event <= scene.moment and labels.get(event) not in OF_A_MODEL:
             yield event, birth
 
