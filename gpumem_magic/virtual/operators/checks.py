@@ -66,7 +66,7 @@ def _mark(tensor: Any) -> None:
         all_attributes(tensor)[CHECKED] = values.version(tensor)
 
 
-def _find_nothing(tensor: Any) -> None:
+def find_nothing(tensor: Any) -> None:
     """No element is taken to be true."""
     if isinstance(tensor, VirtualTensor) and values.known(tensor) is None:
         all_attributes(tensor)[GUESS] = 0.0
@@ -105,7 +105,7 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
                     if out.numel() == 1 and values.known(out) is None:
                         _say(out, True)
                 else:
-                    _find_nothing(out)
+                    find_nothing(out)
                 return out
         else:
             _mark(out)
@@ -139,10 +139,10 @@ def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     return out
 
 
-@special(*overloads("isnan isinf"), plain=_says_nothing, outside_backward=True)
+@special(*overloads("isnan"), plain=_says_nothing, outside_backward=True)
 def _no_number(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     out = engine.run(func, args, kwargs, device)
-    _find_nothing(out)
+    find_nothing(out)
     return out
 
 

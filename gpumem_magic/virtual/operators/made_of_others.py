@@ -25,6 +25,7 @@ from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.checks import find_nothing
 
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward logsumexp logsumexp.out _euclidean_dist dist "
@@ -65,9 +66,13 @@ def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
             return _chosen_by_row(*args, **kwargs)
         if func is _CROSS_ENTROPY and engine.memory.torch_version(device) < _SIGMOID_FIRST_FROM:
             return _cross_entropy_as_before(*args, **kwargs, version=engine.memory.torch_version(device))
-        return func._op_dk(_KEYS[func], *args, **kwargs)
+        out = func._op_dk(_KEYS[func], *args, **kwargs)
+    if func is _ISINF:
+        find_nothing(out)
+    return out
 
 
+(_ISINF,) = overloads("isinf")
 (_CROSS_ENTROPY,) = overloads("binary_cross_entropy_with_logits")
 # Since when it begins with the logarithm of the sigmoid, which stays to the end; and since when it has one, and no exponentials.
 # (The builds of 2.2 to 2.4.)
