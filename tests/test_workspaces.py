@@ -293,6 +293,15 @@ def test_a_workspace_of_cublaslts_that_is_kept_comes_after_that_of_its_handle(de
         assert made(lambda: layer(x)) == [64 * 512 * 4, *sizes]
 
 
+@pytest.mark.parametrize(("rows", "inner", "asked"), [(0, 8, []), (5, 0, [5 * 16 * 4]), (5, 8, [5 * 16 * 4, MIB])])
+def test_a_product_that_multiplies_nothing_has_no_workspace(rows: int, inner: int, asked: list[int]) -> None:
+    """It returns before it asks for one (``Blas.cpp``; the build of 2.6)."""
+    gpu.turn_on("A100,torch=2.6")
+    torch.ones(4, 4, device="cuda") @ torch.ones(4, 4, device="cuda")
+    x, weight, bias = (torch.zeros(*shape, device="cuda") for shape in ((rows, inner), (16, inner), (16,)))
+    assert made(lambda: torch.nn.functional.linear(x, weight, bias)) == asked
+
+
 def beside_and_reserved() -> int:
     """What the driver says that the process holds beside PyTorch's allocator, in MiB."""
     free, total = torch.cuda.mem_get_info()

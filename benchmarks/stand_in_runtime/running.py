@@ -49,7 +49,8 @@ def main(out: str) -> None:
     first, step = asked.get("part", (0, 1))
     if "samples" in asked:
         every = wanted(asked, by_name(pickle.loads(Path(asked["samples"]).read_bytes())))[first::step]
-        found = until_all_are_done(lambda first: run_samples(begin, asked["of"], every[first:]), len(every))
+        database = samples.database(asked["of"])
+        found = until_all_are_done(lambda first: run_samples(begin, asked["of"], database, every[first:]), len(every))
     else:
         every = wanted(asked, [(name, code) for name, *code in asked["cases"]])[first::step]
         found = until_all_are_done(lambda first: run(begin, [code for _, code in every[first:]]), len(every))
@@ -90,9 +91,10 @@ def until_all_are_done(work: Callable[[int], Iterable[Any]], count: int) -> Iter
             yield answer
 
 
-def run_samples(begin: Callable[[], object], of: str, every: list[tuple[str, Any]]) -> Iterator[Any]:
-    """Nothing of what is not known here. (PyTorch's tests are imported in the child: they look for devices.)"""
-    database = samples.database(of)
+def run_samples(
+    begin: Callable[[], object], of: str, database: dict[str, Any], every: list[tuple[str, Any]]
+) -> Iterator[Any]:
+    """Nothing of what is not known here."""
     begin()
     gc.freeze()
     first_products()

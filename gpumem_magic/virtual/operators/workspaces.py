@@ -49,6 +49,8 @@ _OF_MATRICES = {*_WITH_BIAS, *overloads("mm bmm baddbmm mm.out bmm.out baddbmm.o
 _PRODUCTS_OF_MANY = {*overloads("bmm")}
 # Products of many columns with as many rows are a kernel of Triton's since then, without cuBLAS (``torch/_native/ops``).
 _OUTER_BY_TRITON_FROM = (2, 13)
+# These ask for a handle for no element, too (``Blas.cpp`` in ATen/native/cuda).
+_OF_VECTORS = {*overloads("dot vdot")}
 _FILLS = {
     *overloads("zeros_like ones_like full_like new_zeros new_ones new_full fill_.Scalar fill_.Tensor zero_ _to_copy")
 }
@@ -136,6 +138,8 @@ class Workspaces:
     def after(self, func: Any, args: Sequence[Any], device: int) -> None:
         """To be called when such an operator has its results. Raises out of memory as the device would."""
         if not takes_after(func) or (func in _PRODUCTS_OF_MANY and _is_by_triton(args, self._versions[device])):
+            return
+        if func not in _OF_VECTORS and _multiplies_nothing(args):
             return
         self._begin(device)
         policy = self._policies.get(device) or self._decide(device)
@@ -251,6 +255,11 @@ class Workspaces:
         persistent, self._workspaces = self._workspaces, {}
         for (_, device, _, _), (address, _) in persistent.items():
             self._free(device, address)
+
+
+def _multiplies_nothing(args: Sequence[Any]) -> bool:
+    """Whether a factor of a product of matrices has no element: it returns, or fills its result, before it asks for a handle."""
+    return any(isinstance(one, torch.Tensor) and one.numel() == 0 for one in args)
 
 
 def _is_by_triton(args: Sequence[Any], version: Version) -> bool:
