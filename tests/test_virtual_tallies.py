@@ -116,9 +116,10 @@ def test_what_is_only_counted_stays_a_stand_in() -> None:
     assert int(right.sum()) == 0
 
 
-def test_a_search_for_what_is_no_number_finds_nothing() -> None:
+@pytest.mark.parametrize("is_none", [torch.isnan, torch.isinf])
+def test_a_search_for_what_is_no_number_finds_nothing(is_none: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x, scores = rows()
-    wrong = torch.isnan(scores)
+    wrong = is_none(scores)
     if wrong.any():
         raise AssertionError(x[wrong])
     assert int(wrong.sum()) == 0
