@@ -2612,6 +2612,16 @@ def test_what_follows_the_advice_does_not_hear_it_again(not_told: str, cells: tu
         assert not any(name.startswith(not_told) for name in names(book.measured(cells[1])))
 
 
+def test_what_is_computed_of_a_matrix_of_zeros_is_told_once() -> None:
+    with notebook("A100-40GB") as book:
+        book.cell("edges = torch.randint(0, 12000, (2, 60000), device='cuda')")
+        report = book.measured(
+            "adj = torch.zeros(12000, 12000, device='cuda')\nadj[edges[0], edges[1]] = 1\n"
+            "d = adj.sum(1).pow(-0.5)\nadj = d[:, None] * adj * d[None]"
+        )
+        assert {"mostly_zeros", "carried_on"} & set(names(report)) == {"mostly_zeros"}
+
+
 def test_a_matrix_that_is_filled_row_by_row_is_not_mostly_zeros() -> None:
     with notebook("A100-40GB") as book:
         book.cell("x = torch.rand(6000, 64, device='cuda')\nD = torch.zeros(6000, 6000, device='cuda')")
