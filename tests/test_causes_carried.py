@@ -90,6 +90,19 @@ def test_products_that_are_only_added_up_are_not_needed() -> None:
     assert "products_summed" not in names(kept)
 
 
+# Each pixel has weights of its own: `einsum` would bring its factors into another order, by copies of both.
+OF_EACH_PIXEL = "patches = torch.rand(4, 4, 16, 49, 64, 64, device='cuda')\nweights = torch.rand(4, 4, 1, 49, 64, 64, device='cuda')"
+
+
+def test_products_that_einsum_would_copy_its_factors_for_are_left_alone() -> None:
+    report = measured(OF_EACH_PIXEL, "with torch.no_grad():\n    s = (patches * weights).sum(3)")
+    other = measured(
+        OF_EACH_PIXEL, "with torch.no_grad():\n    s = torch.einsum('bgckhw,bgkhw->bgchw', patches, weights[:, :, 0])"
+    )
+    assert other.peak.allocated >= report.peak.allocated
+    assert "products_summed" not in names(report)
+
+
 TWO = (
     "def net():\n"
     "    return nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.GELU()) for _ in range(4)]).cuda()\n"

@@ -72,6 +72,15 @@ def carried_on(scene: Scene) -> Iterator[Cause]:
         remedy = (
             "Enlarge behind them, where these layers can work on the small one; or smaller images, or fewer at a time."
         )
+        place = grown.birth.place
+        if place is not None and place.file != place.own_file:
+            # (A library's layers are as they are.)
+            one = (
+                f"One of the {shape[0]} images at a time, or smaller ones, take"
+                if shape[0] > 1
+                else "Smaller images take"
+            )
+            remedy = f"{one} less."
     else:
         small = " and ".join(map(shape_words, grown.made_of[:2]))
         told = f"{made} makes {shape_words(shape)} from {small}, {times} times the rows, and what is computed of it has as many"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 
 from gpumem_magic.causes.alike import Alike, births_alive, made_by, of_birth
@@ -89,6 +89,8 @@ def products_summed(scene: Scene) -> Iterator[Cause]:
         reader = next(readers, None)
         if len(factors) < _FACTORS or reader is None or reader.kernel != "sum":
             return
+        if not _is_one_product(shape, factors[:_FACTORS], reader.shape or ()):
+            return
         if _FEWER * prod(reader.shape or ()) <= prod(shape) and not is_repeated(
             scene, Alike(shape, 1, size, birth, event)
         ):
@@ -100,6 +102,22 @@ def products_summed(scene: Scene) -> Iterator[Cause]:
                 size,
                 describes=True,
             )
+
+
+def _is_one_product(shape: tuple[int, ...], factors: Sequence[tuple[int, ...]], summed: tuple[int, ...]) -> bool:
+    """Whether `einsum` multiplies two factors as they lie: what both have, and the sum keeps, stands in front of all else. (It
+    copies them in that order otherwise: `sumproduct_pair` of ATen/native/Linear.cpp.)"""
+    padded = [(1,) * (len(shape) - len(one)) + one for one in factors]
+    gone = [side for side in range(len(shape)) if summed in (shape[:side] + shape[side + 1 :], _with_one(shape, side))]
+    if not gone or len(padded) < _FACTORS:
+        return False
+    in_both = [side for side in range(len(shape)) if side != gone[-1] and all(one[side] > 1 for one in padded)]
+    others = [side for side in range(len(shape)) if side not in in_both and shape[side] > 1]
+    return max(in_both, default=-1) < min(others, default=len(shape))
+
+
+def _with_one(shape: tuple[int, ...], side: int) -> tuple[int, ...]:
+    return (*shape[:side], 1, *shape[side + 1 :])
 
 
 def _over_words(scene: Scene, birth: Birth) -> str:
