@@ -91,7 +91,7 @@ def test_products_that_are_only_added_up_are_not_needed() -> None:
 
 
 # Each pixel has weights of its own: `einsum` would bring its factors into another order, by copies of both.
-OF_EACH_PIXEL = "patches = torch.rand(4, 4, 16, 49, 64, 64, device='cuda')\nweights = torch.rand(4, 4, 1, 49, 64, 64, device='cuda')"
+OF_EACH_PIXEL = "patches, weights = (torch.rand(4, 4, each, 49, 64, 64, device='cuda') for each in (16, 1))"
 
 
 def test_products_that_einsum_would_copy_its_factors_for_are_left_alone() -> None:
