@@ -2612,6 +2612,14 @@ def test_what_follows_the_advice_does_not_hear_it_again(not_told: str, cells: tu
         assert not any(name.startswith(not_told) for name in names(book.measured(cells[1])))
 
 
+def test_matrices_in_a_dictionary_are_not_mostly_zeros() -> None:
+    with notebook("A100-40GB") as book:
+        report = book.measured(
+            "sums = {n: torch.zeros(4096, 4096, device='cuda') for n in range(8)}\nfor n in range(8):\n    sums[n] += 1"
+        )
+        assert "mostly_zeros" not in names(report)
+
+
 def test_what_is_computed_of_a_matrix_of_zeros_is_told_once() -> None:
     with notebook("A100-40GB") as book:
         book.cell("edges = torch.randint(0, 12000, (2, 60000), device='cuda')")

@@ -27,6 +27,8 @@ _PAIRS_FROM = 256
 _NEARLY = 0.99
 # What is told is one part in so many of the peak, in several tensors.
 _SHARE, _TENSORS = 3, 2
+# The dimensions of several signals; images have more.
+_OF_SIGNALS = 3
 # So many places that make the most rows are looked at.
 _MOST = 12
 
@@ -68,7 +70,8 @@ def carried_on(scene: Scene) -> Iterator[Cause]:
         remedy = f"{rows[0].upper()}{rows[1:]}, and keep of each part only what is needed (its sum)."
     elif _ENLARGES.search(grown.birth.kernel):
         small = shape_words(grown.birth.inputs[0][0])
-        told = f"{made} enlarges {small} to {shape_words(shape)}, and all layers behind it work on {times} times the pixels"
+        dots = "pixels" if len(shape) > _OF_SIGNALS else "positions"
+        told = f"{made} enlarges {small} to {shape_words(shape)}, and all layers behind it work on {times} times the {dots}"
         remedy = (
             "Enlarge behind them, where these layers can work on the small one; or smaller images, or fewer at a time."
         )

@@ -272,7 +272,7 @@ _COVERED = {
     "grown_result": ("matrices_of_rows",),
     "float32_copy": ("outside_of_autocast",),
     # (A mask of their shape is not what they are made of.)
-    "carried_on": ("attention_scores", "mostly_zeros"),
+    "carried_on": ("attention_scores", "mostly_zeros", "kept_steps"),
     "dense_lookup_gradient": ("sized_by_the_largest",),
     # (What a loop carries on may be for a backward still to come.)
     "graph_of_gradients": ("kept_graphs", "growth"),

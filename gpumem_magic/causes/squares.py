@@ -59,8 +59,10 @@ def _blank(scene: Scene, shape: tuple[int, ...]) -> Iterator[tuple[int, Birth]]:
 
 def _written_into(scene: Scene, birth: Birth) -> Written | None:
     """The assignment by indices to the name that the matrix was given."""
-    name = name_given(birth.place.text) if birth.place is not None else ""
-    if not name:
+    text, made = (birth.place.text.strip(), birth.place.expression) if birth.place is not None else ("", "")
+    name = name_given(text)
+    # (Of several in a dictionary each is whole.)
+    if not name or not made or not text.startswith(f"{name} = {made}"):
         return None
     index = r"[^\[\]:]*(?:\[[^\[\]]*\][^\[\]:]*)*"
     assigned = rf"^{re.escape(name)}\[{index}\]\s*\+?=(?!=)"
