@@ -89,3 +89,12 @@ def named(report: Report, name: str) -> Cause:
     """The one cause of that name."""
     (cause,) = [one for one in report.causes if one.name == name]
     return cause
+
+
+def measured(before: str, cell: str, device: str = "A100-40GB") -> Report:
+    """The report of a cell that ends without an error, behind another one."""
+    with notebook(device) as book:
+        book.cell(f"import torch.nn.functional as F\n{before}")
+        report = book.measured(cell)
+        assert report.error is None, report.error
+        return report

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import NamedTuple
 
+import causes_cells
 import pytest
-from causes_cells import named, names, notebook
+from causes_cells import named, names
 
-from gpumem_magic import Report
 from gpumem_magic.causes.alike import bytes_of
 from gpumem_magic.units import GIB, MIB
 
-
-def measured(before: str, cell: str) -> Report:
-    with notebook("T4") as book:
-        book.cell(f"import torch.nn.functional as F\n{before}")
-        report = book.measured(cell)
-        assert report.error is None, report.error
-        return report
+measured = partial(causes_cells.measured, device="T4")
 
 
 class Told(NamedTuple):

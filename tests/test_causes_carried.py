@@ -4,18 +4,7 @@ goes through: what is said helps as it is said."""
 from __future__ import annotations
 
 import pytest
-from causes_cells import named, names, notebook
-
-from gpumem_magic import Report
-
-
-def measured(before: str, cell: str) -> Report:
-    with notebook() as book:
-        book.cell(f"import torch.nn.functional as F\n{before}")
-        report = book.measured(cell)
-        assert report.error is None
-        return report
-
+from causes_cells import measured, named, names
 
 LAYERS = (
     "x = torch.rand(8, 512, 64, device='cuda')\n"

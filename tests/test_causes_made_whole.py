@@ -3,18 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from causes_cells import named, names, notebook
-
-from gpumem_magic import Report
-
-
-def measured(before: str, cell: str) -> Report:
-    with notebook() as book:
-        book.cell(f"import torch.nn.functional as F\n{before}")
-        report = book.measured(cell)
-        assert report.error is None
-        return report
-
+from causes_cells import measured, named, names
 
 NUMBERS = "x = torch.rand(1024, 16384, device='cuda')\ny = torch.randint(0, 4096, (64,), device='cuda')\n"
 

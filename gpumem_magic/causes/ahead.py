@@ -34,7 +34,8 @@ def backward_behind(
         if loop is None:
             continue
         head = Written(text.where, loop.lineno + text.ahead, "")
-        made = [one for one in _made_in(loop) if one in names] or list(_made_in(loop))
+        all_made = _made_in(loop)
+        made = all_made.intersection(names) or all_made
         if any(map(_goes_back, ast.walk(loop))):
             found = _Reaching(made, text, functions).through(_in_some_turns(loop)).backward
             return None if found is None else (head, found)

@@ -145,21 +145,19 @@ def _trained(scene: Scene) -> set[int]:
 def reader_of_a_view(scene: Scene, alike: Alike) -> str:
     """What reads it next, if that would take an expanded view as it is (number by number, or as a part that is joined):
     ```a + bias` (line 3)``; else ""."""
-    size = prod(alike.shape)
-    for event, birth in scene.births:
-        shapes = [shape for shape, _ in birth.inputs]
-        if event > alike.event and any(prod(shape) == size for shape in shapes):
-            # (`cat` copies its parts by their strides: ATen/native/cuda/Shape.cu.)
-            takes = alike.shape in shapes and (goes_by_numbers(birth.kernel) or _BY_STRIDES.search(birth.kernel))
-            return of_birth(scene, event, birth) if takes else ""
-    return ""
+    event, birth = first_reader(scene, alike) or (0, None)
+    if birth is None or alike.shape not in (shape for shape, _ in birth.inputs):
+        return ""
+    # (`cat` copies its parts by their strides: ATen/native/cuda/Shape.cu.)
+    takes = goes_by_numbers(birth.kernel) or _BY_STRIDES.search(birth.kernel)
+    return of_birth(scene, event, birth) if takes else ""
 
 
-def first_reader(scene: Scene, alike: Alike) -> Birth | None:
-    """The first operator after it that takes in as many numbers, in whatever view."""
+def first_reader(scene: Scene, alike: Alike) -> tuple[int, Birth] | None:
+    """The first operator after it that takes in as many numbers, in whatever view, and its event."""
     size = prod(alike.shape)
-    later = (birth for event, birth in scene.births if event > alike.event)
-    return next((birth for birth in later if any(prod(shape) == size for shape, _ in birth.inputs)), None)
+    later = (one for one in scene.births if one[0] > alike.event)
+    return next((one for one in later if any(prod(shape) == size for shape, _ in one[1].inputs)), None)
 
 
 def taken_in_by(scene: Scene, alike: Alike, is_one: Callable[[str], object]) -> str:

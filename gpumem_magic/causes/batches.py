@@ -319,7 +319,8 @@ class Batch:
         return found
 
     def has(self, birth: Birth | None) -> bool:
-        """Whether what was made so has the batch's items in its first dimension, or multiples of them."""
+        """Whether what was made so has the batch's items in its first dimension, or multiples of them; of sequences with steps in
+        front, in one of the first."""
         rows = self._rows(birth)
         if rows <= 0 or self.items <= 0 or birth is None or birth.shape is None:
             return False
@@ -344,7 +345,7 @@ class Batch:
         return self._scene.labels[one.index].category in _OF_THE_BATCH
 
     def _rows(self, birth: Birth | None) -> int:
-        """The first dimension of what may be of a batch; 0 of all else."""
+        """How many items what may be of a batch has by its shape; 0 of all else."""
         if birth is None or not birth.shape or birth.operator in _NOT_OF_A_BATCH or birth.shape in self._weights:
             return 0
         return self._items_of(birth.shape)

@@ -8,11 +8,10 @@ import textwrap
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
-from gpumem_magic.causes.places import quoted, spots, together
+from gpumem_magic.causes.places import in_common, quoted, spots, together
 from gpumem_magic.causes.written import Written
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.holders import joined
@@ -346,8 +345,7 @@ def _in_common(places: Sequence[str], root: str) -> str:
         before.split(".") if key else before.split(".")[:-1]
         for before, key, _ in (one.partition("[") for one in places)
     ]
-    same = takewhile(lambda names: len(set(names)) == 1 and names[0].isidentifier(), zip(*owners, strict=False))
-    return ".".join(names[0] for names in same) or root
+    return ".".join(in_common(owners)) or root
 
 
 def second_copy(scene: Scene) -> Iterator[Cause]:

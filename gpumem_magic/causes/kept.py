@@ -347,11 +347,12 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     at = f" ({used.words})" if used is not None else ""
     joined = [birth for one in cached if (birth := births.get(one.born)) is not None and birth.kernel == "cat"]
     grows, longer = bool(joined), min(map(_positions_added, joined), default=0)
+    its_name = f"The key-value cache{'' if place is None else f' {quoted(place)}'}"
+    its_size = f"{human(size_of(cached))} in {counted(len(cached), 'tensor')}"
     if _trains_without(scene, cached):
         yield Cause(
             "key_value_cache",
-            f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} still keeps {human(size_of(cached))} in "
-            f"{counted(len(cached), 'tensor')} while the model is trained, which needs none of it.",
+            f"{its_name}{at} still keeps {its_size} while the model is trained, which needs none of it.",
             f"Let go of it when the generation has ended{'' if place is None else f' (`{place} = None`, and so on)'}.",
             size_of(cached),
         )
@@ -374,8 +375,7 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     if room is not None:
         yield Cause(
             "key_value_cache",
-            f"The key-value cache{'' if place is None else f' {quoted(place)}'} keeps {human(size_of(cached))} in "
-            f"{counted(len(cached), 'tensor')}, as the room that was left allowed ({room.words}, `{room.shown}`).",
+            f"{its_name} keeps {its_size}, as the room that was left allowed ({room.words}, `{room.shown}`).",
             "Take a smaller share there if other tensors need more: the cache then has room for fewer positions.",
             size_of(cached),
         )
@@ -383,16 +383,14 @@ def key_value_cache(scene: Scene) -> Iterator[Cause]:
     if longer > 1:
         yield Cause(
             "key_value_cache",
-            f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
-            f"{counted(len(cached), 'tensor')}: the last call added {longer:,} positions to those of the calls before.",
+            f"{its_name}{at} keeps {its_size}: the last call added {longer:,} positions to those of the calls before.",
             "Where it does not go on from these, let go of the cache first (set it to None, or empty it).",
             size_of(cached),
         )
         return
     yield Cause(
         "key_value_cache",
-        f"The key-value cache{'' if place is None else f' {quoted(place)}'}{at} keeps {human(size_of(cached))} in "
-        f"{counted(len(cached), 'tensor')}, {_for_what(positions, filled)}"
+        f"{its_name}{at} keeps {its_size}, {_for_what(positions, filled)}"
         f"{'; it grows by `torch.cat`, which copies it, a layer at a time, at each new token' if grows else ''}.",
         f"{_with_less_room(cached, filled)}"
         f"{'One that is allocated once for the longest sequence (a `StaticCache`) is not copied; a' if grows else 'A'} "

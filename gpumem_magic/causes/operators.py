@@ -425,7 +425,7 @@ def _expanded_copy(scene: Scene, alike: Alike) -> Cause | None:
             return None
         remedy = f"With `.expand` it would be a view, which takes nothing: {reader} reads one as it is."
         told = f"{what} repeats {shape_words(small)} to {shape_words(alike.shape)}: {size_words(alike)}."
-    elif (reader_of_it := first_reader(scene, alike)) is not None and _NEEDS_ROWS.search(reader_of_it.kernel):
+    elif (first := first_reader(scene, alike)) is not None and _NEEDS_ROWS.search(first[1].kernel):
         return None
     else:
         remedy = (

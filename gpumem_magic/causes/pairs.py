@@ -14,6 +14,7 @@ from gpumem_magic.causes.alike import (
     Alike,
     births_alive,
     bytes_of,
+    first_reader,
     made_by,
     numbers_alive,
     of_birth,
@@ -165,11 +166,8 @@ def _goes_backward(scene: Scene, alike: Alike) -> bool:
 
 def product_with(scene: Scene, alike: Alike) -> str:
     """The product of matrices that is the first to take it in, in whatever view; "" where something else reads it first."""
-    size = prod(alike.shape)
-    for event, birth in scene.births:
-        if event > alike.event and any(prod(shape) == size for shape, _ in birth.inputs):
-            return of_birth(scene, event, birth) if birth.kernel in PRODUCTS and not birth.node else ""
-    return ""
+    event, birth = first_reader(scene, alike) or (0, None)
+    return of_birth(scene, event, birth) if birth is not None and birth.kernel in PRODUCTS and not birth.node else ""
 
 
 def _is_on_the_way(expression: str) -> bool:

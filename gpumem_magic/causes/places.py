@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from gpumem_magic.causes.libraries import CACHED, advice, advised, of_library
 from gpumem_magic.causes.model import LEAST, Scene
@@ -199,6 +200,12 @@ def together(found: Sequence[Spot]) -> list[Spot]:
     if whole.container is None or not _WRITTEN.match(whole.container.place):
         return list(found)
     return [replace(whole, place=whole.container.place)]
+
+
+def in_common(ways: Iterable[Sequence[str]]) -> list[str]:
+    """The names with which all of several ways begin (``trainer``, ``snapshot``), up to what is no name: `model.0`."""
+    same = takewhile(lambda names: len(set(names)) == 1 and names[0].isidentifier(), zip(*ways, strict=False))
+    return [names[0] for names in same]
 
 
 def common_stem(names: Iterable[str]) -> str:

@@ -76,32 +76,30 @@ def products_summed(scene: Scene) -> Iterator[Cause]:
     for _, size, birth in births_alive(scene):
         if birth.kernel == "mul" and birth.place is not None and birth.shape:
             sizes[birth.place, birth.shape] += size
-    for (place, shape), size in sizes.most_common(1):
-        births = [(event, one) for event, one in scene.births if not one.node]
-        multiplied = next(
-            (one for one in births if (one[1].kernel, one[1].place, one[1].shape) == ("mul", place, shape)), None
+    if not sizes or max(sizes.values()) < max(WORTH, scene.part_of_peak(_SHARE)):
+        return
+    [((place, shape), size)] = sizes.most_common(1)
+    births = [(event, one) for event, one in scene.births if not one.node]
+    its = (one for one in births if (one[1].kernel, one[1].place, one[1].shape) == ("mul", place, shape))
+    if (multiplied := next(its, None)) is None:
+        return
+    event, birth = multiplied
+    factors = [one for one, _ in birth.inputs if prod(one) > 1]
+    reader = next((one for at, one in births if at > event and shape in [its for its, _ in one.inputs]), None)
+    if len(factors) < _FACTORS or reader is None or reader.kernel != "sum":
+        return
+    summed = reader.shape or ()
+    if _FEWER * prod(summed) > prod(shape) or not _is_one_product(shape, factors[:_FACTORS], summed):
+        return
+    if not is_repeated(scene, Alike(shape, 1, size, birth, event)):
+        yield Cause(
+            "products_summed",
+            f"{of_birth(scene, event, birth)} stores products, {shape_words(shape)}, only to add them up: {human(size)} at "
+            "the peak.",
+            "`torch.einsum` of both multiplies and adds up without storing them.",
+            size,
+            describes=True,
         )
-        if size < max(WORTH, scene.part_of_peak(_SHARE)) or multiplied is None:
-            return
-        event, birth = multiplied
-        factors = [one for one, _ in birth.inputs if prod(one) > 1]
-        readers = (one for at, one in births if at > event and shape in [its for its, _ in one.inputs])
-        reader = next(readers, None)
-        if len(factors) < _FACTORS or reader is None or reader.kernel != "sum":
-            return
-        if not _is_one_product(shape, factors[:_FACTORS], reader.shape or ()):
-            return
-        if _FEWER * prod(reader.shape or ()) <= prod(shape) and not is_repeated(
-            scene, Alike(shape, 1, size, birth, event)
-        ):
-            yield Cause(
-                "products_summed",
-                f"{of_birth(scene, event, birth)} stores products, {shape_words(shape)}, only to add them up: {human(size)} at "
-                "the peak.",
-                "`torch.einsum` of both multiplies and adds up without storing them.",
-                size,
-                describes=True,
-            )
 
 
 def _is_one_product(shape: tuple[int, ...], factors: Sequence[tuple[int, ...]], summed: tuple[int, ...]) -> bool:
@@ -151,11 +149,10 @@ def rows_averaged(scene: Scene) -> Iterator[Cause]:
             or alive[shape] < max(WORTH, scene.part_of_peak(_SHARE))
         ):
             continue
-        how = _over_words(scene, birth)
-        read = any(
-            at > event and shape in [its for its, _ in one.inputs] for at, one in births if one.kernel not in _OF_A_BAG
-        )
-        if how and not read:
+        if not (how := _over_words(scene, birth)):
+            continue
+        others = (one for at, one in births if at > event and one.kernel not in _OF_A_BAG)
+        if not any(shape in [its for its, _ in one.inputs] for one in others):
             yield Cause(
                 "rows_averaged",
                 f"{of_birth(scene, event, birth)} looks up {shape_words(shape)}, which {_AVERAGED[how]}: "

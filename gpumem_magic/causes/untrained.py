@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
-from gpumem_magic.causes.places import module_of, quoted
+from gpumem_magic.causes.places import in_common, module_of, quoted
 from gpumem_magic.causes.training import added_to
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Span
@@ -102,13 +102,7 @@ def _only_named(scene: Scene, module: str) -> str:
 
 def _part_of(gradients: Sequence[Held], trained: Sequence[Held]) -> str:
     """The part of a module that has all of these, and nothing that is trained: `probe.backbone`; "" where it has none."""
-    ways = [one.place.removesuffix(_GRADIENT).split(".")[:-1] for one in gradients]
-    part = []
-    for names in zip(*ways, strict=False):
-        # (`model.0` is no name.)
-        if len(set(names)) > 1 or not names[0].isidentifier():
-            break
-        part.append(names[0])
+    part = in_common(one.place.removesuffix(_GRADIENT).split(".")[:-1] for one in gradients)
     place = ".".join(part)
     return place if len(part) > 1 and not any(one.place.startswith(f"{place}.") for one in trained) else ""
 

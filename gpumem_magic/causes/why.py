@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -348,10 +349,9 @@ def _weights_of(namespace: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for name, module in _modules_in(namespace):
         with tensors.no_functions(), tensors.no_dispatch():
-            sizes: dict[str, int] = {}
+            sizes = Counter[str]()
             for one in {id(each): each for _, each in tensors.tensors_of(module, tensors.PARAMETERS)}.values():
-                dtype = tensors.dtype_name(one)
-                sizes[dtype] = sizes.get(dtype, 0) + tensors.nbytes(one)
+                sizes[tensors.dtype_name(one)] += tensors.nbytes(one)
         if sizes:
             found[name] = sizes
     return found

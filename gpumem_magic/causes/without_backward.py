@@ -140,10 +140,10 @@ def _trained_places(scene: Scene) -> bool:
 def may_train(scene: Scene, forwards: list[Span]) -> bool:
     """Whether a backward may follow in another cell: a module in evaluation mode is trained, too, where batch norm is frozen."""
     source = "".join(one.source for one in scene.program.cells[:1])
-    if not scene.evaluating and _evaluate(forwards):
-        # (Models that no variable is: of a list, or of an object.)
-        return bool(scene.holdings.optimized) and len(forwards) == 1
     if not scene.evaluating:
+        if _evaluate(forwards):
+            # (Models that no variable is: of a list, or of an object.)
+            return bool(scene.holdings.optimized) and len(forwards) == 1
         most = max(Counter(span.label for span in forwards).values())
         return bool(scene.holdings.optimized) or most < EQUAL_ITERATIONS or "optim" in scene.typed
     return _trained_places(scene) and len(forwards) == 1 and ".eval(" not in source

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from gpumem_magic.looks.warned import warnings_remembered
@@ -36,6 +36,16 @@ def function_named(tree: ast.Module, name: str) -> ast.FunctionDef | ast.AsyncFu
     """A text's own function of that name, the first; None where it has none."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return next((one for one in tree.body if isinstance(one, kinds) and one.name == name), None)
+
+
+def nodes_outside(scopes: tuple[type[ast.AST], ...], first: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """These and what is in them, but for what is in the scopes inside, such as other functions."""
+    todo = list(first)
+    while todo:
+        node = todo.pop()
+        yield node
+        if not isinstance(node, scopes):
+            todo += ast.iter_child_nodes(node)
 
 
 def begins_at(statement: ast.stmt) -> int:

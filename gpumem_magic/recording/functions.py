@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from gpumem_magic.looks.parsing import nodes_outside
+
 Opened = Mapping[ast.FunctionDef, str]
 """The functions to open -> their names for a reader (``Trainer.fit``)."""
 
@@ -100,12 +102,7 @@ def _reached(mentions: Mapping[str, list[_Mention]], names: set[str]) -> set[str
 
 def _own(function: ast.FunctionDef) -> Iterator[ast.AST]:
     """What is in a function, and not in one inside it."""
-    todo: list[ast.AST] = list(function.body)
-    while todo:
-        node = todo.pop()
-        yield node
-        if not isinstance(node, _SCOPES):
-            todo += ast.iter_child_nodes(node)
+    return nodes_outside(_SCOPES, function.body)
 
 
 class _Mentions(ast.NodeVisitor):

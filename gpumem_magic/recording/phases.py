@@ -187,8 +187,17 @@ class Phases:
         if any(other is one for other in self._open):
             self._open = [other for other in self._open if other is not one]
             moment = self._moment()
-            how = {"graph": graph, "beside": one.beside, "evaluating": one.evaluating}
-            self.spans.append(Span(one.kind, one.label, one.start, moment, failed, **how))
+            span = Span(
+                one.kind,
+                one.label,
+                one.start,
+                moment,
+                failed,
+                graph=graph,
+                beside=one.beside,
+                evaluating=one.evaluating,
+            )
+            self.spans.append(span)
             self._grown()
             return moment
         return None

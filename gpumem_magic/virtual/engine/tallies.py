@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.looks.parsing import nodes_outside, parsed
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine import guesses, shares, values
@@ -93,7 +93,7 @@ def _lines(file: str) -> tuple[tuple[int, int], ...]:
 def _asked_and_selected(scope: ast.AST) -> Iterator[tuple[int, int]]:
     asked: dict[str, list[tuple[int, int]]] = {}
     selected: set[str] = set()
-    for node in _own(scope):
+    for node in nodes_outside(_SCOPES, ast.iter_child_nodes(scope)):
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
             parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
             selected.update(ast.dump(part) for part in parts if not isinstance(part, (ast.Constant, ast.Slice)))
@@ -107,13 +107,3 @@ def _asked_and_selected(scope: ast.AST) -> Iterator[tuple[int, int]]:
                 selected.update(map(ast.dump, subjects))
     for mask in selected & asked.keys():
         yield from asked[mask]
-
-
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a function, or a module, without those of the functions inside."""
-    waiting = list(ast.iter_child_nodes(scope))
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, _SCOPES):
-            waiting += ast.iter_child_nodes(node)
