@@ -21,6 +21,7 @@ from IPython.utils.capture import capture_output
 from shell_fakes import clean_shell
 
 import gpumem_magic
+from gpumem_magic import cli
 from gpumem_magic.devices.reads import Reads
 from gpumem_magic.looks.decisions import (
     checks_for_none,
@@ -38,6 +39,7 @@ from gpumem_magic.looks.decisions import (
     waits,
 )
 from gpumem_magic.report.script_words import for_a_script
+from gpumem_magic.session import device as chosen_device
 from gpumem_magic.virtual import gpu
 
 
@@ -1840,3 +1842,23 @@ def test_a_letter_that_is_made_of_a_stand_in_and_printed_is_said(tmp_path: Path,
 
     said = "the program may print something else" in run(tmp_path, line, tokenizer=Tokenizer(), max=max)
     assert said is told
+
+
+def test_who_runs_a_script_is_no_part_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "import torch\nx = torch.rand(300, 300, device='cuda')\n"
+    place = tmp_path / "program.py"
+    said = {}
+    for after in (
+        "made = torch.linalg.cholesky(x @ x.T)",
+        "try:\n    made = torch.linalg.cholesky(x @ x.T)\nexcept RuntimeError: pass",
+    ):
+        place.write_text(program + after, "utf-8")
+        # What catches errors here is not the program's.
+        try:
+            cli.main(["run", "--device", "T4", str(place)])
+        except RuntimeError:
+            raise AssertionError from None
+        finally:
+            chosen_device.off()
+        said[after[:3]] = "an error may come that the program catches" in " ".join(capsys.readouterr().err.split())
+    assert said == {"mad": False, "try": True}

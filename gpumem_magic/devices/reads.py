@@ -13,7 +13,7 @@ from types import CodeType, FrameType
 import torch
 from torch.utils.data import dataloader
 
-from gpumem_magic.looks.code import OWN, whose
+from gpumem_magic.looks.code import OWN, is_runner_file, whose
 from gpumem_magic.looks.decisions import (
     divides,
     is_raised_there,
@@ -244,8 +244,8 @@ def _stack(line: _Line) -> Iterator[_Line]:
     package = None
     while frame is not None:
         place, name = (frame.f_code.co_filename, frame.f_lineno or 0), frame.f_globals.get("__name__", "")
-        if name.startswith("IPython."):
-            # What runs the shell is no part of the program.
+        if name.startswith("IPython.") or is_runner_file(place[0]):
+            # What runs the shell or the script is no part of the program.
             return
         if place == line:
             package = name.partition(".")[0]

@@ -17,6 +17,8 @@ OWN, LIBRARY, TORCH, PASSED_OVER = "own", "library", "torch", "passed over"
 _LIBRARY_FILE = re.compile(r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python3\.\d+[/\\]|^<frozen |^torch[/\\]")
 _INSTALLED = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# What runs a script: whoever called it is no part of the program.
+_RUNNER = os.path.join(_OURS, "recording", "script.py")
 # Code without a file that is a program's: a notebook's cell under old IPythons, a script from standard input.
 _TYPED = ("<ipython-input", "<stdin>", "<string>", "<gpumem")
 # What PyTorch's compiler generated: the folder that it names for a user, or that it was given.
@@ -39,6 +41,11 @@ def _pytorch() -> str:
     """The folder of the PyTorch that is loaded; where none is, a file cannot tell."""
     spec = getattr(sys.modules.get("torch"), "__file__", None)
     return os.path.dirname(os.path.abspath(spec)) + os.sep if spec else "/site-packages/torch/"
+
+
+def is_runner_file(filename: str) -> bool:
+    """Whether it is ours that runs a script."""
+    return filename == _RUNNER
 
 
 def cell_of(filename: str) -> str:

@@ -27,6 +27,7 @@ from gpumem_magic.looks.code import (
     is_compiler_file,
     is_generated_file,
     is_module_file,
+    is_runner_file,
     is_sharing_file,
     line_at,
     moves,
@@ -43,7 +44,7 @@ _FUNCTIONS = re.compile(r"[/\\]torch[/\\](?:nn[/\\])?functional\.py$")
 _BACKWARD_FILE = re.compile(r"[/\\]torch[/\\]autograd[/\\]graph\.py$")
 _ENGINE = "_engine_run_backward"
 _FUNCTION, _GRAPH, _SHARING, _COMPILER, _MODULE = "function", "graph", "sharing", "compiler", "module"
-_GENERATED = "generated"
+_GENERATED, _RUNNER = "generated", "runner"
 _MOST_SHARING = 4
 # Alike births are kept once; so many different ones are a program's whose shapes never repeat.
 _MOST = 50_000
@@ -93,6 +94,8 @@ class _FrameKinds(dict[str, str]):
                 kind = _MODULE
         elif kind is PASSED_OVER and is_generated_file(filename):
             kind = _GENERATED
+        elif is_runner_file(filename):
+            kind = _RUNNER
         found = self[filename] = "" if kind is PASSED_OVER else kind
         return found
 
@@ -165,6 +168,9 @@ class Births:
             kind = known[code.co_filename]
             if kind:
                 if kind is OWN:
+                    break
+                if kind is _RUNNER:
+                    frame = None
                     break
                 if inner is None:
                     if kind is LIBRARY:
