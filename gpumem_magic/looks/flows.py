@@ -73,6 +73,7 @@ from gpumem_magic.looks.raises import (
     swallowing,
     warnings_are_errors,
 )
+from gpumem_magic.looks.sizes import sizes_given
 from gpumem_magic.looks.wording import Own, Wording
 
 _ASSIGNMENTS = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)
@@ -80,12 +81,6 @@ _LOOPS = (ast.While, ast.For, ast.AsyncFor)
 _Loop = ast.While | ast.For | ast.AsyncFor
 # Where only the truth of a name counts, or its length.
 _OF_TRUTH = ("loop", "each", "branch", "check", "if", "prints")
-# What takes sizes, beside modules and their like, whose names begin with a capital.
-_OF_SIZES = (
-    "zeros", "ones", "empty", "full", "rand", "randn", "randint", "randperm", "arange", "linspace", "eye", "one_hot", "view",
-    "reshape", "expand", "repeat", "new_zeros", "new_ones", "new_empty", "new_full", "resize_", "unflatten", "narrow", "split",
-    "tile", "broadcast_to", "chunk", "tensor_split", "pad", "unfold", "topk", "multinomial",
-)  # fmt: skip
 # What takes factors that sizes are multiplied with.
 _SCALING = ("interpolate", "upsample", "resize")
 # What shows something to somebody, or writes it.
@@ -488,12 +483,11 @@ class _FlowReader(KeyReader):
         if makes_of_contents(call):
             for argument in call.args:
                 self._test(argument, "held")
-        if name in _OF_SIZES or (name[:1].isupper() and not name.endswith(("Error", "Exception", "Warning"))):
-            if name == "one_hot":
-                self._test(call, "sized")
-            for argument in arguments(call):
-                self._size(argument, made=name if name[:1].isupper() else "")
-        elif name in _SCALING:
+        if name == "one_hot":
+            self._test(call, "sized")
+        for argument in sizes_given(call):
+            self._size(argument, made=name if name[:1].isupper() else "")
+        if name in _SCALING:
             for argument in arguments(call)[1:]:
                 self._test(argument, "rounded")
 
