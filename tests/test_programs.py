@@ -89,6 +89,7 @@ def test_outputs_are_compared_as_far_as_both_go(modules: dict[str, Any]) -> None
     assert same("loss 1.0\nloss 0.5\n", "loss 1.0\nloss 0.5\nloss 0.25\n")
     assert not same("loss 1.0\n", "loss 1.1\n")
     assert same("loss 1.0\ntook 3 seconds\n", "loss 1.0\ntook 9 seconds\n")
+    assert same("loss 1.0\naten::mul 5.2us\n", "loss 1.0\naten::add 7.1us\n")
     assert same(f"run {'0a' * 16}:\nloss 1.0\n", f"run {'1b' * 16}:\nloss 1.0\n")
     assert same("", "loss 1.0\n") is None
     listed = "(0): Parameter containing: [torch.float32 of size 5x64{}]\n"
@@ -124,7 +125,15 @@ def test_another_way_is_silent_unless_the_report_says_so(modules: dict[str, Any]
     assert judging.way_taken(went("epoch 1: lo", 500, turns=1, status=None), real) == "same"
     assert judging.way_taken(went("", 800, turns=1, status=None), real) == "silent"
     assert judging.way_taken(went("another way\n", 500, turns=1, status=None), real) == "silent"
-    # It did not come to the device, or left no report.
+    # Compiled code has another peak than what runs eagerly in its stead.
+    eager = went(real.out, 1300)
+    eager.report["notes"] = ["Code from torch.compile ran eagerly (4 calls)."]
+    assert judging.way_taken(went(real.out, 1000), eager) == "same"
+    assert judging.way_taken(went("another way\n", 1000), eager) == "silent"
+    # It did not come to the device, left no report, or could not be computed.
+    refused = went("", 100, turns=1, status=1)
+    for error, way in (("CannotRun: values=real cannot compute this.", ""), ("ValueError: no number", "silent")):
+        assert judging.way_taken(real, dataclasses.replace(refused, err=f"{error}\n")) == way
     assert judging.way_taken(went("", 0, turns=0, status=None), real) == ""
     assert judging.way_taken(judging.Run(None, "", "", 1.0, 0, {}), real) == ""
 

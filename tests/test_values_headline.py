@@ -1338,6 +1338,22 @@ def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:
     assert measured.report.answer.startswith("On a real GPU a loop may end earlier or later")
 
 
+def test_memory_that_an_operator_takes_by_its_values_is_said_behind_the_answer() -> None:
+    # The exponential of a matrix takes as many products as its norm asks for.
+    with gpumem_magic.measure(device="T4") as measured:
+        known, made = torch.eye(30, device="cuda"), unknown(30, 30)
+        torch.linalg.matrix_exp(known)
+    assert "does not know" not in measured.report.answer
+    with gpumem_magic.measure(device="T4") as measured:
+        print(torch.linalg.matrix_exp(made @ made.mT).trace())
+    assert [one.decides for one in measured.report.stand_ins] == ["operator"]
+    before, doubt, _ = measured.report.answer.partition(
+        "On a real GPU an operator may take other memory for its work: "
+    )
+    assert before.startswith("Of ")
+    assert doubt
+
+
 def _scaled(steps: int) -> tuple[int, str, list[str]]:
     """Adam's states after some steps with a scale too large for the first three, what the report says, and of which lines."""
     with gpumem_magic.measure() as measured:

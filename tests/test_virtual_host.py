@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import threading
 import types
 import warnings
@@ -112,6 +113,40 @@ def test_a_file_that_exists_is_not_overwritten_with_zeros(tmp_path: Path, monkey
     monkeypatch.setenv(SWITCH, "1")
     with pytest.warns(UserWarning, match="contains zeros"):
         torch.save(torch.zeros(3, device="cuda"), path)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("storage_of", [torch.Tensor.storage, torch.Tensor.untyped_storage])
+def test_nor_with_those_of_a_storage(tmp_path: Path, storage_of: Any) -> None:
+    path = tmp_path / "good.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")
+        for value in (1.0, 2.0):
+            torch.save(storage_of(torch.full((4,), value)), path)
+    before = path.read_bytes()
+    with pytest.raises(StandInsNotSaved, match="was left as it is") as caught:
+        torch.save(storage_of(torch.rand(3, device="cuda")), path)
+    assert caught.value.__cause__ is None
+    assert path.read_bytes() == before
+
+
+def test_pickling_a_tensor_keeps_a_debugger() -> None:
+    """(Python takes a debugger's function off where it finds no room for another call.)"""
+    called = []
+
+    def follow(frame: types.FrameType, event: str, given: object) -> None:
+        called.append(frame.f_code.co_name)
+
+    before = sys.gettrace()
+    sys.settrace(follow)
+    try:
+        pickle.dumps(torch.rand(3, device="cuda"))
+        kept = sys.gettrace()
+    finally:
+        sys.settrace(before)
+    assert kept is follow
+    assert 0 < called.count("save") <= 2
 
 
 class _PickledOnce:

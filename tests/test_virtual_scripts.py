@@ -182,6 +182,21 @@ def test_a_model_stays_where_the_error_of_its_trace_is_kept() -> None:
     assert not next(model.cpu().parameters()).is_cuda
 
 
+def test_a_compiled_module_whose_values_are_saved_takes_nothing_on_the_device() -> None:
+    gpu.turn_off()
+    machine = gpu.turn_on("T4,values=real")
+    script = torch.jit.script(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).cuda())
+    script[0].bias.requires_grad_(False)
+    log, buffer = machine.devices[0].start_log(), io.BytesIO()
+    torch.jit.save(script, buffer)
+    assert log.events == []
+    log.stop()
+    buffer.seek(0)
+    loaded = torch.jit.load(buffer)
+    assert [(one.is_cuda, one.requires_grad) for one in loaded.parameters()] == [(True, one != 1) for one in range(4)]
+    assert [one.tolist() for one in loaded.parameters()] == [one.tolist() for one in script.parameters()]
+
+
 @pytest.mark.parametrize("way", ["script", "trace"])
 def test_compiled_modules_are_saved_with_values_that_are_real(tmp_path: Path, way: str) -> None:
     gpu.turn_off()

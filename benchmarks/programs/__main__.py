@@ -205,8 +205,8 @@ def judged(one: Mapping[str, Any], options: argparse.Namespace) -> Outcome:
         real = _once(one, source, f"{device},values=real", options, "real")
         outcome = dataclasses.replace(
             outcome,
-            # One that was stopped may not have come to its peak.
-            real_peak=None if real.status is None or found.status is None else real.peak,
+            # One that was stopped may not have come to its peak, and compiled code has another.
+            real_peak=None if None in (real.status, found.status) or real.ran_compiled_code_eagerly else real.peak,
             way=way_taken(found, real),
             real="works" if not real.status else real.last_error,
             same_output=_prints_the_same(real, on_host),

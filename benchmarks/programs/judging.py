@@ -27,7 +27,7 @@ HERE = Path(__file__).resolve().parent
 _REPORT_SECONDS = 60
 # The lines that differ between any two runs: times, rates, and the device's own name and memory.
 _OF_THE_MOMENT = re.compile(
-    r"time|\btook\b|\bsec|seconds|\bms\b|\dms\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
+    r"time|\btook\b|\bsec|seconds|\bms\b|\d[mu]s\b|/s\b|it/s|s/it|elapsed|cuda|device|memory|GPU|\bCPU\b|accelerator|MB|MiB|\bSPS\b|\dd:\d",
     re.I,
 )
 _CLOCK = re.compile(r"\b\d+:\d\d:\d\d(\.\d+)?s?\b")
@@ -64,6 +64,11 @@ class Run:
         """The most that was allocated, over all devices."""
         reports = [self.report, *self.report.get("devices", ())]
         return max((one["peak"]["allocated"] for one in reports if one.get("peak")), default=None)
+
+    @property
+    def ran_compiled_code_eagerly(self) -> bool:
+        """As with values=real, where compiled code takes more memory than it does compiled."""
+        return any("from torch.compile ran eagerly" in note for note in self.report.get("notes", ()))
 
     @property
     def said(self) -> str:
@@ -251,12 +256,12 @@ def _words(text: str) -> list[str]:
 
 def way_taken(guessed: Run, real: Run) -> str:
     """Whether a program went with stand-ins the way that it goes with real values: "same", "said" by the report that it may not,
-    or "silent"; "" where one has no report.
+    or "silent"; "" where one has no report, or real values could not be computed.
 
     The same: as many iterations, lines that differ in numbers only (those are measured), and a peak that does not by a part in
-    a hundred. Where the time was up for one of them: as far as both went.
+    a hundred, but of compiled code. Where the time was up for one of them: as far as both went.
     """
-    if not (real.report and guessed.report):
+    if not (real.report and guessed.report) or (real.status and is_refusal(real)):
         return ""
     lines = [
         [_BESIDE_NUMBERS.sub(r"\1", _NUMBER.sub("#", line)) for line in _comparable(_TENSOR.sub("tensor", one.said))]
@@ -274,7 +279,7 @@ def way_taken(guessed: Run, real: Run) -> str:
         turns = [[row.get("iteration") for row in one.report["checkpoints"]][-1:] for one in (guessed, real)]
         peaks = [one.peak or 0 for one in (guessed, real)]
         same = lines[0] == lines[1] and turns[0] == turns[1]
-    if same and 100 * abs(peaks[0] - peaks[1]) <= peaks[1]:
+    if same and (real.ran_compiled_code_eagerly or 100 * abs(peaks[0] - peaks[1]) <= peaks[1]):
         return "same"
     return "said" if "the virtual GPU does not know" in guessed.report.get("answer", "") else "silent"
 

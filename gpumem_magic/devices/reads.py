@@ -66,8 +66,8 @@ class Reads:
     marks: how often it was a whole number ("whole"), a list of them ("list"), a flag ("flag"), a size ("sized"), compared by
     `torch.testing`, which raises or does nothing ("compared"), read by TorchScript in the line's stead ("scripted"), by
     `GradScaler.step`, which skips the optimizer's ("stepping"), copied to the host with a module ("moved"), the seed that a
-    DataLoader draws for its workers ("seeding"), read by a library that writes it down ("logged"), or an error came of it that
-    was caught ("caught").
+    DataLoader draws for its workers ("seeding"), read by a library that writes it down ("logged"), or by an operator whose own
+    memory goes by it ("working"), or an error came of it that was caught ("caught").
     solved: the lines that read in a function which a solver called: it goes on, or not, by what that gave.
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
@@ -155,6 +155,13 @@ class Reads:
             self.counts[line] += 1
             self.latest = line
             self.marks[line[0], line[1], "tried"] += 1
+
+    def works(self, line: _Line) -> None:
+        """The line runs an operator whose own memory goes by values that nobody knows."""
+        self.stacks.setdefault(line, tuple(_stack(line)))
+        self.counts[line] += 1
+        self.latest = line
+        self.marks[line[0], line[1], "working"] += 1
 
     def places(self, line: _Line) -> tuple[tuple[int, int], ...]:
         """Where in the line it was read: lines, and columns in bytes. Empty where Python does not tell, as before 3.11."""

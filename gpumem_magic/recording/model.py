@@ -164,9 +164,10 @@ class StandIn:
     ``if`` ("branch"), what has "gradients", or which object is called or removed ("choice"); or something is selected by it
     ("selection": on the device as much as there can be), or it is only checked for numbers that are none ("check"), or
     `GradScaler` goes by it ("step"), or whole numbers of a list are printed, or a text that is made of them, or an ``if`` that
-    only prints goes by it ("text"). latest: nothing was read after it. caller: where a library read, the line of the program's
-    own that called it. fails: the error that ended the program may come of what the line read. returned: how many went back to a
-    device from the host, as they were, where nothing was made of them that is known here.
+    only prints goes by it ("text"), or an operator's own memory goes by it ("operator"). latest: nothing was read after it.
+    caller: where a library read, the line of the program's own that called it. fails: the error that ended the program may come
+    of what the line read. returned: how many went back to a device from the host, as they were, where nothing was made of them
+    that is known here.
     """
 
     line: str
@@ -189,6 +190,7 @@ class StandIn:
                 "check",
                 "step",
                 "text",
+                "operator",
             ),
         },
     )

@@ -159,7 +159,7 @@ def _own_caller(read: _Line, reads: Reads) -> _Line | None:
 
 def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], reads: Reads) -> str:
     """What a line's reads decide (see `StandIn`), as far as the source and the reads' `marks` tell."""
-    caught, tried, whole, flagged, sized, listed, compared, scripted, stepping, moved, seeding, logged = (
+    caught, tried, whole, flagged, sized, listed, compared, scripted, stepping, moved, seeding, logged, working = (
         marks[read[0], read[1], mark]
         for mark in (
             "caught",
@@ -174,6 +174,7 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
             "moved",
             "seeding",
             "logged",
+            "working",
         )
     )
     if caught:
@@ -203,6 +204,8 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
     # (A module that moved, and is called later, is the same one.)
     if moved < count and chooses_an_object(*read, callers, within):
         return "branch" if goes_by_an_if(*read, callers, within) else "choice"
+    if working:
+        return "operator"
     if sized or selects(*read, callers, within):
         return "selection"
     if checks_for_none(*read, callers, within):

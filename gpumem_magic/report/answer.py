@@ -66,12 +66,13 @@ _DOUBTS = {
     "gradients": "gradients may be kept for something else",
     "choice": "another object may be chosen",
     "selection": "a selection may have another size",
+    "operator": "an operator may take other memory for its work",
     "check": "a check may find numbers that are not finite",
     "step": "`GradScaler` may skip a step of the optimizer, whose state then comes later",
     "text": "the program may print something else",
 }
 # The program's way is the same, as far as these tell.
-_MILD = frozenset({"selection", "check", "step", "text"})
+_MILD = frozenset({"selection", "check", "step", "text", "operator"})
 # Where a program failed for another reason, less than this is no matter: PyTorch's allocator takes as much at a time from the
 # device (kLargeBuffer, c10/cuda/CUDACachingAllocator.cpp).
 _TAKEN_AT_ONCE = 20 * MIB

@@ -15,6 +15,7 @@ import torch
 
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
+from gpumem_magic.virtual.engine.calls import users_line
 from gpumem_magic.virtual.engine.engine import Engine
 from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.rules import special
@@ -50,6 +51,8 @@ def _exponential(engine: Engine, func: Any, args: Any, kwargs: Any, device: int)
             return matrices.exp()
         flat = matrices.reshape(-1, *matrices.shape[-2:])
         known = values.known(matrices)
+        if known is None or not known.exact:
+            engine.reads.works(users_line())
         host = None if known is None else known.host.reshape(flat.shape).abs().sum(-2).amax(-1)
         return (_of_one if len(flat) == 1 else _of_several)(flat, host).view(matrices.shape)
 

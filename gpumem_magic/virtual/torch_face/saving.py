@@ -25,8 +25,10 @@ from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpumem_magic.patching import Patches
+from gpumem_magic.private import aten
 from gpumem_magic.virtual.engine.tensors import (
     ParameterKind,
     VirtualKind,
@@ -217,13 +219,23 @@ def _save_script_of_values(original: Callable[..., Any]) -> Callable[..., Any]:
         if not places:
             return original(self, *args, **kwargs)
         kwargs[_MORE] = {**(kwargs.get(_MORE) or {}), _PLACES: json.dumps(places)}
-        with warnings.catch_warnings():
-            # (Whose parameters are no leaves, which moving them asks for their gradients.)
-            warnings.simplefilter("ignore")
-            on_host = copy.deepcopy(self).cpu()
+        # (A clone that autograd knows would keep the parameter.)
+        with torch.no_grad(), _ClonedToTheHost():  # type: ignore[no-untyped-call]
+            on_host = copy.deepcopy(self)
+        for mine, its in zip(on_host.parameters(), self.parameters(), strict=True):
+            mine.requires_grad_(its.requires_grad)
         return original(on_host, *args, **kwargs)
 
     return save
+
+
+class _ClonedToTheHost(TorchDispatchMode):
+    """What clones a tensor of a device makes one of the host, and takes nothing on the device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.clone.default and isinstance(args[0], VirtualTensor):
+            return args[0].cpu()
+        return func(*args, **(kwargs or {}))
 
 
 def _load_script(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,10 +289,13 @@ class _Found(Exception):
 def _finder(pickler: Any) -> Any:
     class Finder(pickler):  # type: ignore[misc]
         def persistent_id(self, obj: Any) -> Any:
-            if isinstance(obj, VirtualTensor):
+            storage = obj._untyped_storage if isinstance(obj, torch.TypedStorage) else obj
+            is_storage = isinstance(storage, torch.UntypedStorage)
+            if isinstance(obj, VirtualTensor) or (is_storage and storage.device.type == "cuda"):
                 raise _Found
-            # Host tensors are not looked into: their values would be copied for nothing.
-            return "host" if isinstance(obj, (torch.Tensor, torch.UntypedStorage)) else None
+            # Those of the host are not looked into: their values would be copied for nothing. (A storage with a type is pickled by
+            # `torch.save`, which would ask here again.)
+            return "host" if is_storage or isinstance(obj, torch.Tensor) else None
 
     return Finder
 
