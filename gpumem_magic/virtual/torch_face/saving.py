@@ -293,8 +293,8 @@ def _finder(pickler: Any) -> Any:
             is_storage = isinstance(storage, torch.UntypedStorage)
             if isinstance(obj, VirtualTensor) or (is_storage and storage.device.type == "cuda"):
                 raise _Found
-            # Those of the host are not looked into: their values would be copied for nothing. (A storage with a type is pickled by
-            # `torch.save`, which would ask here again.)
+            # Those of the host are not looked into: their values would be copied for nothing. (A storage with a type is pickled
+            # by `torch.save`, which would ask here again.)
             return "host" if is_storage or isinstance(obj, torch.Tensor) else None
 
     return Finder
