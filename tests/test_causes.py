@@ -84,6 +84,18 @@ def load():
 file.seek(0)
 other = load()
 """
+RUNNER = """
+class Runner:
+    def __init__(self):
+        self.models = []
+    def prepare(self, model):
+        self.models.append(model)
+        return model
+    def free(self):
+        self.models.clear()
+runner = Runner()
+model = runner.prepare(net())
+"""
 GUILTY = [
     # a checkpoint that no name, or a function's own, keeps
     Case("loaded_beside", (SAVED, "model.load_state_dict(torch.load(file, map_location='cuda'))"), "(line 2)"),
@@ -240,6 +252,7 @@ GUILTY = [
         ),
         "until `optimizer = torch",
     ),
+    Case("model_built_again", (RUNNER, "model = runner.prepare(net())"), "`runner.free()` empties it"),
     Case("pinned_by_out", (TRAIN, "mib(30)", "y = mib(1)"), "Out["),
     # pytorch/pytorch#27600, ipython/ipython#13103: after an error the memory does not come back
     Case("pinned_by_traceback", ("def bad():\n    big = mib(30)\n    1 / 0", "bad()", "y = mib(1)"), "traceback"),
@@ -1222,6 +1235,20 @@ GUILTY += [
             "body = body.to_empty(device='cuda')",
         ),
         "before they are moved",
+    ),
+    Case(
+        "weights_too_large",
+        ("", "body = nn.Sequential(*[nn.Linear(16384, 16384, device='cuda') for _ in range(50)])"),
+        "they take half of that; in four bits (bitsandbytes) about an eighth",
+    ),
+    Case(
+        "models_of_graphs",
+        (
+            "def train():\n    body = net(2048, 4)\n    loss = body(torch.rand(64, 2048, device='cuda')).mean()\n"
+            "    loss.backward()\n    return loss",
+            "final = train()",
+        ),
+        "`final = final.detach()` frees",
     ),
     Case(
         "mostly_zeros",

@@ -343,6 +343,21 @@ def test_where_all_iterations_are_alike_how_many_there_are_is_said_behind_the_an
     assert doubt.startswith("this depends on a value")
 
 
+def test_where_memory_ran_out_in_a_loop_how_often_it_goes_round_is_said_behind_the_answer() -> None:
+    kept = []
+
+    def fill() -> None:
+        while unknown().mean().item() < 0.97:
+            kept.append(torch.empty(2**30, device="cuda"))
+
+    with pytest.raises(torch.OutOfMemoryError), gpumem_magic.measure(device="T4,values=auto") as measured:
+        fill()
+    first, _, doubt = measured.report.answer.partition(" On a real GPU a loop may end earlier or later: ")
+    assert first.startswith("Out of memory")
+    assert "kept" in first
+    assert doubt.startswith("this depends on a value")
+
+
 def test_a_number_that_is_only_printed_decides_nothing() -> None:
     with gpumem_magic.measure(device="T4,values=auto") as measured:
         for _ in range(3):

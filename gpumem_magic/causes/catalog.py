@@ -25,6 +25,7 @@ from gpumem_magic.causes import (
     joins,
     kept,
     largest_ids,
+    left_models,
     loops,
     made_whole,
     operators,
@@ -76,6 +77,7 @@ DETECTORS: tuple[Detector, ...] = (
     device_memory.another_process,
     graphs.graphs_alive,
     own_functions.kept_on_ctx,
+    left_models.models_of_graphs,
     graphs.gradients_with_graphs,
     loops.summed_losses,
     waiting.unused_graphs,
@@ -256,7 +258,14 @@ _GROWING = frozenset({"growth", "kept_graphs"})
 _COVERED = {
     "model_built_again": ("optimizer_of_the_former",),
     "optimizer_states": ("stale_states", "optimizer_history", "optimizer_of_the_former"),
-    "growth": ("stale_states", "pruned_weights", "kept_errors", "gradients_with_graphs", "input_gradients"),
+    "growth": (
+        "models_of_graphs",
+        "stale_states",
+        "pruned_weights",
+        "kept_errors",
+        "gradients_with_graphs",
+        "input_gradients",
+    ),
     "retained_graph": ("kept_graphs", "gradients_with_graphs"),
     # (Which keeps what the cache held before it grew.)
     "key_value_cache": ("missing_no_grad", "rebuilt_beside"),

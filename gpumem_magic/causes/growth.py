@@ -12,7 +12,7 @@ from gpumem_magic.causes.detaching import detached_by_name, detaching
 from gpumem_magic.causes.graph_counts import NEAR, backward_ahead
 from gpumem_magic.causes.libraries import clearing_hook
 from gpumem_magic.causes.model import EQUAL_ITERATIONS, LEAST, Iteration, Scene
-from gpumem_magic.causes.own_functions import outlived_a_backward
+from gpumem_magic.causes.own_functions import backward_went_through
 from gpumem_magic.causes.places import (
     MODULE,
     NAMES,
@@ -22,6 +22,7 @@ from gpumem_magic.causes.places import (
     chain_of,
     common_stem,
     detach,
+    emptied_by,
     general,
     is_part,
     release_all,
@@ -31,7 +32,7 @@ from gpumem_magic.causes.places import (
     told,
 )
 from gpumem_magic.causes.turns import turns_of_lines
-from gpumem_magic.owners.model import A_LEAF, DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, size_of
+from gpumem_magic.owners.model import DEFAULT_ARGUMENT, GENERATOR, THIS_ERROR, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human
@@ -167,7 +168,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     at = f", put there at {place.words} (`{place.shown}`)" if place is not None else ""
     holder = "it is held by"
     if _is_a_graph(main[0]):
-        saved = not _backward_went_through(scene, main[0])
+        saved = not backward_went_through(scene, main[0])
         holder = "it is saved for a backward in the graph of" if saved else "it is held by the graph of"
     if not at and (made_by := made_at(scene, max(alive, key=lambda one: one.size))):
         at = f", made by {made_by}"
@@ -225,12 +226,6 @@ def _is_a_graph(spot: Spot) -> bool:
     return size_of(one for one in spot.held if one.kind != "graph") < LEAST
 
 
-def _backward_went_through(scene: Scene, spot: Spot) -> bool:
-    """Whether what its graph keeps are leaves, and what functions keep themselves: a backward freed the rest."""
-    own = [one for one in spot.held if one.kind == "graph"]
-    return bool(own) and all(A_LEAF in one.place or outlived_a_backward(scene, one) for one in own)
-
-
 def _is_set_up(scene: Scene, iterations: Sequence[Iteration], main: Sequence[Spot]) -> bool:
     """Whether a loop only puts models together: layers, adapters, buffers, an ensemble, with which nothing is computed there."""
     if any(one.kind not in ("parameter", "buffer") for spot in main for one in spot.held):
@@ -277,7 +272,7 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         return f"{now}." if now else ""
     if _is_a_graph(spot):
         freed = detach(scene, [spot])
-        if _backward_went_through(scene, spot):
+        if backward_went_through(scene, spot):
             return detaching(scene, [spot], added(scene, spot), [], freed)
         number = scene.holdings.number(spot.root)
         root = scene.holdings.roots[number] if number is not None else None
@@ -320,26 +315,10 @@ def _less(scene: Scene, main: Sequence[Spot]) -> str:
         host = f"{host}, and take the hook off when it has done its work ({taking_off(hook)})"
     elif epoch := clearing_hook(spot.place, [kind for station in spot.held[0].trail for kind in station.bases]):
         host = f"{epoch}, and keep only what is used there, on the host (`.detach().cpu()`)"
-    if method := _emptied_by(scene, spot):
+    if method := emptied_by(scene, spot.held, spot.place):
         return (
             f"{now}; `{method}()` empties it: better, call it where what it keeps is not needed any more."
             if now
             else (f"`{method}()` empties it: call it where what it keeps is not needed any more.")
         )
     return f"{now}; better, {host}." if now else f"Better {host}."
-
-
-def _emptied_by(scene: Scene, spot: Spot) -> str:
-    """``accelerator.free_memory``: how the object in which a list or dictionary grows empties it by a method of its own; "" where
-    it has none."""
-    trail = max((one.trail for one in spot.held), key=len, default=())
-    for owner in reversed(trail):
-        rest = spot.place.removeprefix(f"{owner.place}.") if spot.place.startswith(f"{owner.place}.") else ""
-        attribute = re.match(r"\w+", rest)
-        if (
-            attribute is not None
-            and MODULE not in owner.bases
-            and (method := scene.program.emptying(owner.bases, attribute[0]))
-        ):
-            return f"{owner.place}.{method}"
-    return ""

@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import quoted, release, spots, told
-from gpumem_magic.owners.model import ON_CTX, Held, size_of
+from gpumem_magic.causes.places import Spot, quoted, release, spots, told
+from gpumem_magic.owners.model import A_LEAF, ON_CTX, Held, size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -66,3 +66,9 @@ def outlived_a_backward(scene: Scene, one: Held) -> bool:
     if one.kind not in _KINDS or ON_CTX not in one.place or allocation is None:
         return False
     return allocation.born < max(map(scene.start_of, scene.spans(BACKWARD)), default=-1)
+
+
+def backward_went_through(scene: Scene, spot: Spot) -> bool:
+    """Whether what its graph keeps are leaves, and what functions keep themselves: a backward freed the rest."""
+    own = [one for one in spot.held if one.kind == "graph"]
+    return bool(own) and all(A_LEAF in one.place or outlived_a_backward(scene, one) for one in own)

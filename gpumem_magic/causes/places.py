@@ -361,6 +361,22 @@ def release_all(scene: Scene, found: Sequence[Spot]) -> str:
     return f"`{'; '.join(f'{one.place}.clear()' for one in lists)}` frees {human(freed)}"
 
 
+def emptied_by(scene: Scene, held: Iterable[Held], place: str) -> str:
+    """``accelerator.free_memory``: how the object in which a list or dictionary is empties that by a method of its own; "" where
+    it has none. place: of what is held, as `Held` has it."""
+    trail = max((one.trail for one in held), key=len, default=())
+    for owner in reversed(trail):
+        rest = place.removeprefix(f"{owner.place}.") if place.startswith(f"{owner.place}.") else ""
+        attribute = re.match(r"\w+", rest)
+        if (
+            attribute is not None
+            and MODULE not in owner.bases
+            and (method := scene.program.emptying(owner.bases, attribute[0]))
+        ):
+            return f"{owner.place}.{method}"
+    return ""
+
+
 def taking_off(registered: Written) -> str:
     """What to type to take a hook off, by the statement that registered it."""
     found = _REGISTERED.match(registered.statement.strip())

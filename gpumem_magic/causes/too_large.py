@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
@@ -10,33 +11,71 @@ from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.failure import failed_row
 from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
+from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
 # Bytes of a number, of the types that have twice what 16 bits need, or more.
 _WIDE = {"float32": 4, "float64": 8}
 _HALF, _OF_FOUR_BITS = 2, 4
+# How much of a weight, by how many times 16 bits it has, is left in bfloat16, and in four bits.
+_PARTS = {2: "half of that", 4: "a quarter of that"}
+_FOUR_BITS = {1: "a quarter", 2: "an eighth", 4: "a sixteenth"}
 
 
 def weights_too_large(scene: Scene) -> Iterator[Cause]:
-    """``model.cuda()`` that fails on its way, since all of its weights can't be there."""
+    """``model.cuda()`` that fails on its way, or a model that is built there, since all of its weights can't be there."""
     error, row = scene.report.error, failed_row(scene.report)
     capacity = scene.report.device.total_bytes
-    if error is None or not error.wanted or row is None or not capacity or not scene.weights:
+    if error is None or not error.wanted or row is None or not capacity:
         return
     computing = (*scene.spans(FORWARD), *scene.spans(BACKWARD, OPTIMIZER))
     if any(scene.start_of(one) < scene.moment <= scene.end_of(one) for one in computing):
         return
-    room = capacity - sum(row.categories.get(name) or 0 for name in OUTSIDE_CATEGORIES)
-    name, sizes = max(scene.weights.items(), key=lambda each: sum(each[1].values()))
-    total, moved = sum(sizes.values()), scene.living_in(scene.moment, "parameters", "buffers")
-    if total <= room or 4 * size_of(moved) < 3 * scene.timeline.allocated_at(scene.moment):
+    moved = scene.living_in(scene.moment, "parameters", "buffers")
+    if 4 * size_of(moved) < 3 * scene.timeline.allocated_at(scene.moment):
         return
-    dtype = max(sizes, key=lambda each: sizes[each])
+    room = capacity - sum(row.categories.get(name) or 0 for name in OUTSIDE_CATEGORIES)
+    known = scene.weights.items()
+    name, sizes = max(known, key=lambda each: sum(each[1].values()), default=("", dict[str, int]()))
+    if (total := sum(sizes.values())) > room:
+        dtype = max(sizes, key=lambda each: sizes[each])
+        yield Cause(
+            "weights_too_large",
+            f"The weights of {quoted(name)} take {human(total)} in {dtype}, and this card has room for {human(room)}.",
+            _narrower(name, sizes, room),
+            total,
+        )
+    else:
+        yield from _being_built(scene, moved, room)
+
+
+def _being_built(scene: Scene, made: Sequence[Allocation], room: int) -> Iterator[Cause]:
+    """The request that failed was for a weight, as those before it: nobody knows yet how much they will be."""
+    births = scene.recording.logs[scene.device].births
+    failed = births.get(scene.moment - 1)
+    fresh = [one for one in made if one.born >= scene.points[0][2]]
+    known = [(one.size, births[one.born]) for one in fresh if one.born in births]
+    if failed is None or failed.place is None or failed.place not in [one.place for _, one in known]:
+        return
+    if 2 * size_of(fresh) < size_of(made):
+        # (What is there from before is another model, which may go.)
+        return
+    sizes = Counter[str]()
+    for size, birth in known:
+        sizes[birth.dtype] += size
+    ((dtype, _),) = sizes.most_common(1)
+    wide = _WIDE.get(dtype, _HALF) // _HALF
+    narrower = (
+        f"In bfloat16 (`dtype=torch.bfloat16`, or `torch.set_default_dtype` while it is built) they take {_PARTS[wide]}; in four "
+        if wide in _PARTS
+        else "In four "
+    )
     yield Cause(
         "weights_too_large",
-        f"The weights of {quoted(name)} take {human(total)} in {dtype}, and this card has room for {human(room)}.",
-        _narrower(name, sizes, room),
-        total,
+        f"The model is too large for this card: memory ran out while its weights were made, {human(size_of(made))} of them in "
+        f"{dtype}, where there is room for {human(room)}.",
+        f"{narrower}bits (bitsandbytes) about {_FOUR_BITS[wide]}. Else they need several cards.",
+        size_of(made),
     )
 
 

@@ -115,9 +115,19 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
         f"On a real GPU {listed([_DOUBTS[kind] for kind in told])}: this depends on {values} that the virtual GPU does not know, "
         f"read at {place}; {_REAL}."
     )
-    causes = [cause.name for cause in report.shown_causes]
-    mild = _MILD | {"loop"} if _SOUND in causes or _OF_EACH.intersection(causes[:1]) else _MILD
+    mild = _MILD | {"loop"} if _is_answered(report) else _MILD
     return doubt, not mild.issuperset(kinds)
+
+
+def _is_answered(report: ReportData) -> bool:
+    """Whether the answer is so however often a loop goes round: what each iteration leaves, what most of the memory is for, or
+    why a request failed that was made on the way."""
+    causes = report.shown_causes
+    if any(cause.name == _SOUND for cause in causes) or any(cause.name in _OF_EACH for cause in causes[:1]):
+        return True
+    blaming = next((cause for cause in causes if not cause.describes), None)
+    failed = report.error is not None and report.error.requested is not None
+    return failed or (blaming is not None and _is_part(blaming, report, _MAIN))
 
 
 def _read_at(one: StandIn) -> str:
