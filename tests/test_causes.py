@@ -96,6 +96,30 @@ class Runner:
 runner = Runner()
 model = runner.prepare(net())
 """
+GAN = """
+G = nn.Sequential(nn.Linear(64, 1024)).cuda()
+D = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)], nn.Linear(1024, 1)).cuda()
+to_g, to_d = torch.optim.SGD(G.parameters(), 0.1), torch.optim.SGD(D.parameters(), 0.1)
+"""
+GAN_STEP = """
+for _ in range(2):
+    fake = G(torch.randn(4096, 64, device="cuda"))
+    d_loss = D(fake).mean() - D(torch.randn(4096, 1024, device="cuda")).mean()
+    to_d.zero_grad()
+    d_loss.backward(retain_graph=True)
+    to_d.step()
+    g_loss = -D(fake).mean()
+    to_g.zero_grad()
+    g_loss.backward()
+    to_g.step()
+"""
+AHEAD = """
+class Ahead:
+    def __init__(self, batches):
+        self.items = [one.cuda() for one in batches]
+    def __iter__(self):
+        return iter(self.items)
+"""
 GUILTY = [
     # a checkpoint that no name, or a function's own, keeps
     Case("loaded_beside", (SAVED, "model.load_state_dict(torch.load(file, map_location='cuda'))"), "(line 2)"),
@@ -251,6 +275,17 @@ GUILTY = [
             "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
         ),
         "until `optimizer = torch",
+    ),
+    # the discriminator's part of a graph that is retained for the generator's
+    Case(
+        "retained_graph",
+        (GAN, GAN_STEP),
+        "`.detach()` its output in the loss of `to_d`, and leave out `retain_graph=True`",
+    ),
+    Case(
+        "data_ready",
+        (AHEAD, "ahead = Ahead([torch.randn(4096, 4096) for _ in range(8)])\nfor x in ahead:\n    y = x.sum()"),
+        "`ahead.items` takes",
     ),
     Case("model_built_again", (RUNNER, "model = runner.prepare(net())"), "`runner.free()` empties it"),
     Case("pinned_by_out", (TRAIN, "mib(30)", "y = mib(1)"), "Out["),

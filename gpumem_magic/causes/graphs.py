@@ -28,6 +28,8 @@ from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
+_SECOND = 2
+
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
@@ -41,6 +43,9 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
     if not any(graphs_of(scene, one, whole=True) >= 2 for one in found):
         return
     main = found[0]
+    if _are_of_one_turn(scene, main):
+        # (They go when the next turn makes its own: `unused_graphs` tells of them.)
+        return
     count = max(count for one, count in counted if one in found)
     freed = detach(scene, found)
     theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
@@ -98,6 +103,17 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         remedy + _without_autograd(scene, found, alone=not others),
         freed,
     )
+
+
+def _are_of_one_turn(scene: Scene, spot: Spot) -> bool:
+    """Whether all of them were made in one turn of a loop behind others, and a backward of that turn has gone through none."""
+    turns = {scene.turn_of(born_at(scene, one)) for one in spot.held}
+    first = turns.pop()
+    if turns or first is None or first[1][0] < _SECOND:
+        return False
+    outermost = first[0][0], first[1][0]
+    of_backwards = (scene.turn_of(scene.start_of(one)) for one in scene.spans(BACKWARD))
+    return any(one is not None and (one[0][0], one[1][0]) == outermost for one in of_backwards)
 
 
 def _retained_for_the_list(scene: Scene, main: Spot) -> Written | None:

@@ -117,7 +117,10 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
             base.endswith("data.dataset.Dataset") for one in spot.held for at in one.trail for base in at.bases
         )
         several = len({one.address for one in spot.held}) >= _PARTS
-        named = rf"\b{re.escape(spot.place)}\b"
+        # (A loop may go over the object whose attribute it is.)
+        whole = spot.place.split(".")
+        named = "|".join(re.escape(".".join(whole[: end + 1])) for end in range(len(whole)))
+        named = rf"\b(?:{named})\b"
         taken = rf"{named}\s*\[[^\n\]]*[:a-z]|\bin\b[^:\n]*{named}[^:\n]*:"
         sliced = re.search(rf"{named}\s*\[[^\n\],\[]*:[^\n\]]*\]", scene.typed) is not None
         if spot.size < max(WORTH, scene.part_of_peak(2)) or not scene.loops:

@@ -364,13 +364,14 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
     # (Which call of a function a backward was is not known: there the only one that keeps its graph is meant.)
     only = calls[0] if len(calls) == 1 and calls[0].where and len(scene.program.calls("backward")) > 1 else None
     ranges = [(scene.start_of(one), scene.end_of(one)) for one in backwards]
-    # The last of a turn of the outermost loop, which alone has no other after it that may use the same graph.
+    # The last of a turn of the outermost loop has no other after it that may use a part of the same graph.
     last = {_outermost(scene, start): (start, done) for start, done in ranges}
     worst, words, is_last = 0, "", False
-    for start, done in ranges if only is not None else last.values():
+    for start, done in ranges:
         row = next((point for point, begin, stop in scene.statements if begin <= done <= stop), None)
         if only is None and (row is None or row.line not in lines):
             continue
+        is_saved_only = only is not None or (start, done) not in last.values()
         left = [
             one
             for one in scene.living_in(done, "activations")
@@ -380,7 +381,7 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
             # What goes inside a later backward was used by that one, and a name keeps what it names in any case.
             and not (scene.tensors is not None and scene.tensors.keeper(one, done)[0] in (KEPT_BY_NAME, KEPT_BY_LIST))
             and not any(one.freed is not None and begin <= one.freed <= stop for begin, stop in ranges)
-            and (only is None or (scene.tensors is not None and scene.tensors.is_saved(one)))
+            and not (is_saved_only and (scene.tensors is None or not scene.tensors.is_saved(one)))
         ]
         if size_of(left) > worst:
             worst, is_last = size_of(left), (start, done) in last.values()
