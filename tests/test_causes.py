@@ -284,7 +284,7 @@ GUILTY = [
     ),
     Case(
         "data_ready",
-        (AHEAD, "ahead = Ahead([torch.randn(4096, 4096) for _ in range(8)])\nfor x in ahead:\n    y = x.sum()"),
+        (AHEAD, "ahead = Ahead([torch.randn(4096, 4096) for _ in range(12)])\nfor x in ahead:\n    y = x.sum()"),
         "`ahead.items` takes",
     ),
     Case("model_built_again", (RUNNER, "model = runner.prepare(net())"), "`runner.free()` empties it"),
