@@ -77,6 +77,47 @@ def test_all_of_many_are_in_order_and_none_is_not(
     assert bool(check(torch.rand(size, device="cuda"), torch.rand(size, device="cuda"))) is answer
 
 
+COUNTS: list[tuple[Callable[[torch.Tensor], torch.Tensor], int]] = [
+    (lambda x: x.isnan().sum(), 0),
+    (lambda x: (torch.isnan(x) | torch.isinf(x)).sum(), 0),
+    (lambda x: torch.isfinite(x).sum(), 120),
+    (lambda x: torch.count_nonzero(~torch.isfinite(x)), 0),
+    (lambda x: (torch.isfinite(x) & ~x.isnan()).sum(), 120),
+]
+
+
+@pytest.mark.parametrize("card", ["T4", "T4,values=auto"])
+@pytest.mark.parametrize(("count", "found"), COUNTS)
+def test_numbers_that_are_none_are_counted(
+    count: Callable[[torch.Tensor], torch.Tensor], found: int, card: str
+) -> None:
+    gpu.turn_off()
+    gpu.turn_on(card)
+    x = torch.rand(3, 40, device="cuda")
+    assert int(count(x)) == found
+    if (count(x) == found).logical_not():
+        raise AssertionError
+    largest = x.max()
+    if not (largest.isnan().sum() == 0 and x.min().isnan().sum() == 0):
+        raise AssertionError("a single number's mask is counted, too")
+    mask = x.isnan()
+    mask |= x > 0.5
+    kept = x[mask]
+    assert len(kept) == int(mask.sum()), "what a mask became counts as any mask does"
+
+
+def test_an_assert_of_a_comparison_holds() -> None:
+    x, y = torch.rand(100, 40, device="cuda"), torch.rand(100, 40, device="cuda")
+    assert (x - y).abs().max() < 1e-6
+    assert torch.norm(x - y) < 1e-6 and x.sum() == y.sum()  # noqa: PT018
+    assert 0 < x.max() < 100
+    assert x.any() == True  # noqa: E712
+    with pytest.raises(AssertionError):
+        assert x.any().item() == True  # noqa: E712
+    with pytest.raises(AssertionError):
+        assert [one for one in (x, y) if one.sum() > 2.0] == [x, y]
+
+
 def test_what_is_known_is_answered_from_what_is_known(machine: gpu.VirtualMachine) -> None:
     labels = torch.tensor([1, 0, 2], device="cuda")
     assert not (labels > 0).all()

@@ -39,6 +39,41 @@ def _has_to_be(test: ast.expr) -> bool | None:
         parts = {_has_to_be(one) for one in test.values}
         return parts.pop() if len(parts) == 1 else None
     if isinstance(test, ast.Compare):
-        # A call's answer may be read before it is compared: `x.any().item() == False`.
-        return None if any(isinstance(one, ast.Call) for one in (test.left, *test.comparators)) else True
+        return None if any(map(_may_read, (test.left, *test.comparators))) else True
     return True if isinstance(test, (ast.Call, ast.Name, ast.Attribute, ast.Subscript)) else None
+
+
+# What reads flags, or numbers of a tensor, or asks such a thing itself: what is compared then is no flag of a tensor any more.
+_READING = frozenset(
+    (
+        "item",
+        "tolist",
+        "numpy",
+        "equal",
+        "allclose",
+        "is_nonzero",
+        "bool",
+        "any",
+        "all",
+        "max",
+        "min",
+        "sorted",
+        "filter",
+    )
+)
+# Of these, methods that give tensors.
+_GIVING = frozenset(("any", "all", "max", "min"))
+
+
+def _may_read(side: ast.expr) -> bool:
+    """Whether a side of a comparison may read a flag by itself: `x.any().item() == False`, but not `x.isnan().sum() == 0`."""
+    for one in ast.walk(side):
+        if isinstance(one, (ast.BoolOp, ast.IfExp, ast.comprehension, ast.Compare)):
+            return True
+        if isinstance(one, ast.Call):
+            function = one.func
+            if isinstance(function, ast.Attribute) and (function.attr not in _READING or function.attr in _GIVING):
+                continue
+            if not isinstance(function, ast.Name) or function.id in _READING:
+                return True
+    return False

@@ -340,15 +340,17 @@ class KnownEngine(ComputingEngine):
                 self._hold_once(out[1], few.dim_of_order(func, args, kwargs))
             if self._bounded or most is not None:
                 self._bound(written_by(func, args, kwargs) if way.writes else [], out, most)
-            if way.counts and tallies.is_count(args[0], out):
+            if way.counts:
                 self._count(args[0], out)
             return out
         finally:
             self._nested = False
             self._ahead = None
 
-    def _count(self, mask: Any, number: VirtualTensor) -> None:
-        count = tallies.note(self, mask, number, users_line())
+    def _count(self, mask: Any, number: Any) -> None:
+        count = tallies.all_or_none(mask, number)
+        if count is None and tallies.is_count(mask, number):
+            count = tallies.note(self, mask, number, users_line())
         if count is not None:
             with no_functions(), host_keys():
                 host = _aten.full.default(number.shape, count, dtype=number.dtype)

@@ -43,6 +43,15 @@ def taken(masks: Masks, mask: Any) -> tuple[int, int | None]:
     return most, likely if likely is not None and likely < most else None
 
 
+def all_or_none(mask: Any, number: Any) -> int | None:
+    """What each number of a count is, where a check found the same of all the mask's elements: none are nan, all are finite."""
+    found = guesses.of(mask) if isinstance(mask, VirtualTensor) and mask.dtype == torch.bool else None
+    if found not in (0.0, 1.0) or not isinstance(number, VirtualTensor) or KNOWN in all_attributes(number):
+        return None
+    count: int = mask.numel() // max(1, number.numel())
+    return count if found else 0
+
+
 def is_count(mask: Any, number: Any) -> bool:
     """Whether an operator of `COUNTING` has counted all of a mask, and the number is not known."""
     return (

@@ -68,8 +68,21 @@ def _mark(tensor: Any) -> None:
 
 def find_nothing(tensor: Any) -> None:
     """No element is taken to be true."""
+    _find(tensor, 0.0)
+
+
+def _find(tensor: Any, found: float) -> None:
+    """All elements are taken to be this: 0 or 1."""
     if isinstance(tensor, VirtualTensor) and values.known(tensor) is None:
-        all_attributes(tensor)[GUESS] = 0.0
+        all_attributes(tensor)[GUESS] = found
+
+
+# What is found of two masks, or of one, in which it is known of all elements what was found.
+_TOGETHER: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((_aten.logical_not, _aten.bitwise_not), operator.not_),
+    **dict.fromkeys((_aten.logical_and, _aten.bitwise_and), min),
+    **dict.fromkeys((_aten.logical_or, _aten.bitwise_or), max),
+}
 
 
 def _is_check(tensor: Any) -> bool:
@@ -136,6 +149,9 @@ def _combine(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
     out = engine.run(as_device_does(engine, func, args), args, kwargs, device)
     if checks:
         _mark(out)
+    found = [guesses.of(side) if isinstance(side, VirtualTensor) else None for side in args[:2]]
+    if all(one in (0.0, 1.0) for one in found):
+        _find(out, float(_TOGETHER[func.overloadpacket](*found)))
     return out
 
 
@@ -186,6 +202,7 @@ def _says_yes(original: Any) -> Any:
         sides = [side for side in (input, *args[:1]) if isinstance(side, VirtualTensor)]
         if sides and all(values.exact(side) is None for side in sides):
             _mark(out)
+            _find(out, 1.0)
             if out.numel() == 1 and values.exact(out) is None:
                 _say(out, True)
         return out
