@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import pytest
-from causes_cells import SETUP, names, notebook
+from causes_cells import SETUP, named, names, notebook
 from test_causes_at_the_peak import TOLD
 
 from gpumem_magic import causes
@@ -3240,3 +3240,16 @@ def test_what_a_function_dropped_is_said_to_be_made_by_its_call() -> None:
         )
         report = book.measured("model = net(1024)\nscore = tried()")
     assert "are parameters made by `score = tried()` (line 3: In [" in report.to_dict()["answer"]
+
+
+@pytest.mark.parametrize(("size", "is_reached"), [(1, False), (48, True)])
+def test_temporaries_of_a_step_are_worth_what_another_setting_would_save(size: int, is_reached: bool) -> None:
+    """Where another line reaches nearly as much, another way of stepping is no answer."""
+    with notebook("A100-40GB") as book:
+        book.cell(
+            "model = net(2048, 4)\noptimizer = torch.optim.Adam(model.parameters())\n"
+            "model(mib(1).view(-1, 2048)).sum().backward()"
+        )
+        cause = named(book.measured(f"optimizer.step()\ny = mib({size})"), "optimizer_temporaries")
+    assert ("are reached at line 3 all the same" in cause.remedy) is is_reached
+    assert (cause.bytes < 32 << 20) is is_reached

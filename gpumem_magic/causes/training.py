@@ -280,10 +280,12 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         return scene.labels[one.index].category == "temporaries" and number >= 0 and one.born < ends[number]
 
     ways = _without_temporaries(scene, used, steps[place].label)
-    remedy = ", and ".join(ways)
+    remedy, worth = ", and ".join(ways), size_of(used)
     if ways:
         highest, at = scene.highest_without(filter(is_a_steps, scene.timeline.allocations))
-        if 2 * (scene.report.peak.allocated - highest) < size_of(used):
+        saved = scene.report.peak.allocated - highest
+        if 2 * saved < worth:
+            worth = saved
             point = scene.tensors.statement_at(at - 1) if scene.tensors is not None else None
             where = "elsewhere" if point is None else f"at line {point.line}"
             where += (
@@ -297,7 +299,7 @@ def optimizer_temporaries(scene: Scene) -> Iterator[Cause]:
         "optimizer_temporaries",
         f"The peak is inside the step of {quoted(steps[place].label)}: its temporaries take {human(size_of(used))}.",
         remedy,
-        size_of(used),
+        worth,
         describes=True,
     )
 
