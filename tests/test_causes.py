@@ -3253,3 +3253,40 @@ def test_temporaries_of_a_step_are_worth_what_another_setting_would_save(size: i
         cause = named(book.measured(f"optimizer.step()\ny = mib({size})"), "optimizer_temporaries")
     assert ("are reached at line 3 all the same" in cause.remedy) is is_reached
     assert (cause.bytes < 32 << 20) is is_reached
+
+
+def test_a_list_holds_what_a_loops_variable_went_over() -> None:
+    cell = """
+for _ in range(3):
+    step = [p.detach() * 2 for p in model.parameters()]
+    for p, d in zip(model.parameters(), step): p.data.sub_(d)
+    optimizer.step()
+"""
+    with notebook("A100-40GB") as book:
+        book.cell(TRAIN + "model(x).sum().backward()")
+        cause = named(book.measured(cell), "held_over")
+    assert cause.text.startswith("While an iteration computes, `step` (line 4) still holds")
+    assert "`del step`" in cause.remedy
+
+
+def test_the_gradient_of_a_table_that_has_no_room_is_not_the_batchs() -> None:
+    with notebook("T4") as book:
+        book.cell(
+            "table = nn.Embedding(20_000_000, 128, device='cuda')\nids = torch.zeros(64, 50, dtype=torch.long, device='cuda')"
+        )
+        report = book.measured("table(ids).sum().backward()")
+    assert "The gradient of `table.weight` (line 2) has all 20,000,000 rows, 9,766 MiB" in report.answer
+    assert "whole_batch" not in names(report)
+
+
+def test_optimizers_in_a_dictionary_of_their_own_belong_to_the_models_of_another() -> None:
+    cell = """
+models = {w: net(w).cuda() for w in (1024, 1280, 1536, 1792)}
+steps = {w: torch.optim.Adam(m.parameters()) for w, m in models.items()}
+for w, model in models.items():
+    model(torch.randn(16, w, device="cuda")).sum().backward()
+    steps[w].step()
+"""
+    with notebook("A100-40GB") as book:
+        cause = named(book.measured(cell), "models_in_a_list")
+    assert "keeps 4 models with their gradients and states on the device" in cause.text

@@ -122,6 +122,9 @@ class Tensors:
         if name and not has(name, one, position):
             # By then it was another's, or yet another's.
             name, let_go = "", name
+        elif earlier and self._went_over_several(name, position):
+            others = (other for _, other in reversed(names[:earlier]) if other != name)
+            name = next((other for other in others if self._has_still(other, one, position)), name)
         holds = self._holds.get(one.index, ())
         at_end = next((hold for hold in holds if hold.position == len(self._log.events)), None)
         if at_end is not None and at_end.place.startswith(OF_A_CYCLE) and self.is_newest(one, position):
@@ -192,6 +195,13 @@ class Tensors:
         if any(last <= end <= position for end in self._deletions.get(name, ())):
             return False
         return _has_pair(seen, (last, one.index))
+
+    def _went_over_several(self, name: str, position: int) -> bool:
+        """Whether a name was last seen to hold one after the other while nothing was asked for, as a loop's variable: they are
+        there by another name, if they have one."""
+        seen = self._named[name]
+        last = bisect_right(seen, position, key=itemgetter(0)) - 1
+        return name.isidentifier() and last > 0 and seen[last - 1][0] == seen[last][0]
 
     def _has_next(self, name: str, one: Allocation, position: int) -> bool:
         """Whether an allocation is among those that a name is seen to hold next, behind a position: of what waits for a loop's

@@ -64,7 +64,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
     batch = Batch(scene)
     parts = batch.parts_of(scene.timeline.live_at(scene.moment))
     failed = batch.births.get(scene.moment - 1)
-    size = size_of(parts) + (wanted if batch.has(failed) else 0)
+    size = size_of(parts) + (wanted if batch.has(failed) and not _is_a_gradient(scene, failed) else 0)
     total = size_of(scene.timeline.live_at(scene.moment)) + wanted
     row = failed_row(scene.report)
     capacity = scene.report.device.total_bytes
@@ -233,6 +233,11 @@ def _is_of_few(scene: Scene) -> bool:
     made = (birth.shape for event, _, birth in births_alive(scene) if event >= begin)
     shapes = [shape for shape in made if shape and shape not in weights]
     return bool(shapes) and all(len(shape) not in _IMAGES or shape[0] < _LEAST for shape in shapes)
+
+
+def _is_a_gradient(scene: Scene, birth: Birth | None) -> bool:
+    """Whether a backward makes it in the shape of a weight."""
+    return birth is not None and bool(birth.node) and birth.shape in _shapes_of_weights(scene)
 
 
 def _shapes_of_weights(scene: Scene) -> set[tuple[int, ...]]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from math import prod
+from typing import NamedTuple
 
 from gpumem_magic.causes.model import Scene
-from gpumem_magic.causes.places import MODULE, module_of, quoted
+from gpumem_magic.causes.places import MODULE, base, module_of, quoted
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import Held, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
@@ -172,47 +173,65 @@ def autocast_copies(scene: Scene) -> Iterator[Cause]:
     )
 
 
+class _Lookup(NamedTuple):
+    """The gradient of a table: its bytes, its birth, the table's name ("": unknown), and how many rows were looked up at most."""
+
+    size: int
+    birth: Birth
+    table: str
+    read: int
+
+    @property
+    def rows(self) -> int:
+        return (self.birth.shape or (0,))[0]
+
+
 def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
-    """The gradients of huge embeddings, of which a step looks up a few rows."""
-    found = sorted(_of_lookups(scene), key=lambda each: (-each[0].size, _table_of(scene, each[0])))
-    gradients = [one for one, _, _ in found]
-    if not found or gradients[0].size < _LARGE or size_of(gradients) < scene.part_of_peak(10):
+    """The gradients of huge embeddings, of which a step looks up a few rows; also one that memory ran out for."""
+    found = sorted(_of_lookups(scene), key=lambda each: (-each.size, each.table))
+    size = sum(each.size for each in found)
+    if not found or found[0].size < _LARGE or size < scene.part_of_peak(10):
         return
-    place = scene.recording.logs[scene.device].births[gradients[0].born].place
+    place = found[0].birth.place
     line = f" (line {place.own_line})" if place is not None and place.own_file == scene.recording.own_file else ""
-    names = [name for one in gradients if (name := _table_of(scene, one))]
-    read = max(read for _, _, read in found)
+    names = [each.table for each in found if each.table]
+    read = max(each.read for each in found)
     if len(found) == 1:
-        what, rows = f"The gradient of {quoted(names[0]) if names else 'an embedding'}{line} has", f"{found[0][1]:,}"
+        what, rows = f"The gradient of {quoted(names[0]) if names else 'an embedding'}{line} has", f"{found[0].rows:,}"
         for_these = f"for {read:,} that were looked up"
     else:
         which = listed(list(map(quoted, names[:3]))) if len(names) == len(found) <= 3 else f"{len(found)} embeddings"
         what, rows = (
             f"The gradients of {which}{line} have",
-            listed([f"{rows:,}" for rows in dict.fromkeys(rows for _, rows, _ in found)]),
+            listed([f"{rows:,}" for rows in dict.fromkeys(each.rows for each in found)]),
         )
         for_these = f"for at most {read:,} that were looked up in each"
     yield Cause(
         "dense_lookup_gradient",
-        f"{what} all {rows} rows, {human(size_of(gradients))}, {for_these}; an optimizer's states are as large.",
+        f"{what} all {rows} rows, {human(size)}, {for_these}; an optimizer's states are as large.",
         "`sparse=True` of `nn.Embedding` with `torch.optim.SparseAdam` or SGD has gradients of the rows looked up only.",
-        size_of(gradients),
+        size,
     )
 
 
-def _of_lookups(scene: Scene) -> Iterator[tuple[Allocation, int, int]]:
-    """The gradients of tables at the moment, with the rows of each, and how many of them were looked up at most."""
-    births = scene.recording.logs[scene.device].births
-    for one in scene.timeline.live_at(scene.moment):
-        birth = births.get(one.born)
-        if birth is None or birth.kernel not in _LOOKUPS or birth.shape is None:
+def _of_lookups(scene: Scene) -> Iterator[_Lookup]:
+    """Those at the moment, and that of the request that failed."""
+    births, error = scene.recording.logs[scene.device].births, scene.report.error
+    known = [(one.size, births[one.born], one) for one in scene.timeline.live_at(scene.moment) if one.born in births]
+    failed = births.get(scene.moment - 1)
+    wanted = [] if error is None or not error.wanted or failed is None else [(error.wanted, failed, None)]
+    for size, birth, gradient in [*known, *wanted]:
+        if birth.kernel not in _LOOKUPS or birth.shape is None:
             continue
         read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)
         if read and birth.shape[0] >= _TIMES * read:
-            yield one, birth.shape[0], read
+            yield _Lookup(size, birth, _table_of(scene, birth.shape, gradient), read)
 
 
-def _table_of(scene: Scene, gradient: Allocation) -> str:
+def _table_of(scene: Scene, shape: tuple[int, ...], gradient: Allocation | None) -> str:
+    if gradient is None:
+        tables = {base(one) for one in scene.held if one.kind == "parameter" and one.shape == shape}
+        return tables.pop() if len(tables) == 1 else ""
     kept_by = scene.tensors.keeper(gradient, scene.moment)[1] if scene.tensors is not None else ""
     return kept_by.removesuffix(".grad") or scene.labels[gradient.index].name or ""
 

@@ -165,8 +165,21 @@ def models_in_a_list(scene: Scene) -> Iterator[Cause]:
             continue
         place = spot.container.place
         number = spot.held[0].roots[0]
-        everything = [one for one in here if number in one.roots]
-        models = len(of_models := {(within(base(one), place) or "").partition("]")[0] for one in spot.held})
+        # (Its optimizers may be in a list of their own, which leads to the weights, too.)
+        reach = {each for one in spot.held for each in one.roots}
+        everything = [
+            one
+            for one in here
+            if number in one.roots or (one.kind == "optimizer_state" and not reach.isdisjoint(one.roots))
+        ]
+        of_models = {(within(base(one), place) or "").partition("]")[0] for one in spot.held}
+        # (One of them has a name of its own besides, as a loop's variable.)
+        by_names = {
+            one.roots[0]
+            for one in here
+            if one.kind == "parameter" and one.roots[0] != number and number in one.roots and _is_whole(one)
+        }
+        models = len(of_models) + len(by_names)
         steps = [span for span in scene.spans(FORWARD, BACKWARD, OPTIMIZER) if not span.failed]
         # (Models that one backward goes through work together.)
         trained = sum(span.kind == BACKWARD for span in steps)
@@ -192,6 +205,11 @@ def models_in_a_list(scene: Scene) -> Iterator[Cause]:
         return
 
 
+def _is_whole(one: Held) -> bool:
+    """Whether a variable is the module that has it."""
+    return bool(one.trail) and MODULE in one.trail[0].bases
+
+
 def _before(one: Held, node: int) -> list[Station]:
     """The stations of its trail up to an object."""
     return list(takewhile(lambda station: station.node != node, one.trail))
@@ -199,4 +217,4 @@ def _before(one: Held, node: int) -> list[Station]:
 
 def _is_a_model(held: list[Held], name: str) -> bool:
     """Whether the variable is a module itself, which `.cpu()` moves with all that is in it."""
-    return all(one.trail and one.trail[0].place == name and MODULE in one.trail[0].bases for one in held)
+    return all(_is_whole(one) and one.trail[0].place == name for one in held)
