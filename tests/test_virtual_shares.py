@@ -143,6 +143,69 @@ def test_who_was_right_is_not_taken_from_a_share() -> None:
     assert len(torch.where(predicted == labels)[0]) == TOKENS
 
 
+def labels_of_what_is_found(classes: int = 90) -> torch.Tensor:
+    """As a detector has them: of each box, the label of each class, where its score is above a bound."""
+    found = scores(classes)[:400] > 0.05
+    labels = torch.arange(1, classes + 1, device="cuda").expand_as(found)
+    return labels.reshape(-1)[found.reshape(-1).nonzero().squeeze(1)]
+
+
+def test_what_is_taken_from_known_labels_is_one_of_them() -> None:
+    taken = labels_of_what_is_found()
+    assert len(taken) == 400 * 90, "all may be found"
+    turns = [len(torch.where(taken == label)[0]) for label in torch.unique(taken)]
+    assert turns == [400] * 90, "a turn for each class, and not for each box"
+    taken = torch.cat([taken, taken]).clone()
+    assert len(taken.unique(return_counts=True)[1]) == 90
+    taken[3] = 7
+    assert len(taken.unique()) == len(taken), "unknown again"
+
+
+CLAMPED: list[tuple[Callable[[torch.Tensor], torch.Tensor], float]] = [
+    (lambda x: x.clamp(min=2)[3, 1], 2),
+    (lambda x: x.clamp(2, 9).ceil().view(-1)[5], 2),
+    (lambda x: torch.clamp_min(x, 2.5).long()[0, 0], 2),
+    (lambda x: torch.clamp(x, max=-3).clone().mean(), -3),
+    (lambda x: -(x.clip(min=1) * 4 / 2)[0, 0], -2),
+    (lambda x: torch.stack([x.clamp(min=4), x.clamp(min=4)]).amax(), 4),
+    (lambda x: x.clamp(min=2).sum(), 320),
+    (lambda x: x.clone().clamp_(min=5)[torch.randperm(40, device="cuda")].max(), 5),
+    (lambda x: x.clamp(min=5).clamp(max=3)[0, 0], 3),
+]
+
+
+@pytest.mark.parametrize(("made", "read"), CLAMPED)
+def test_what_was_clamped_is_no_zero_where_zero_lies_outside(
+    device: gpu.VirtualMachine, made: Callable[[torch.Tensor], torch.Tensor], read: float
+) -> None:
+    x = torch.randn(40, 4, device="cuda")
+    number = made(x)
+    assert number.item() == number.cpu().item() == read
+    assert device.reads.counts, "a stand-in all the same"
+
+
+def test_a_bound_ends_where_something_else_is_written(device: gpu.VirtualMachine) -> None:
+    sizes = torch.randn(40, device="cuda").clamp(min=2)
+    assert sizes.max() > 1
+    assert not sizes[3] <= 1
+    assert sizes.tolist() == [2.0] * 40
+    sizes -= torch.randn(40, device="cuda")
+    assert sizes[3].item() != 2
+    assert torch.randn(40, device="cuda").clamp(-1, 1)[0].item() != -1
+    assert (
+        F.interpolate(torch.randn(1, 1, 8, 8), size=int(torch.randn(9, device="cuda").clamp(min=1)[2])).shape[-1] == 1
+    )
+
+
+def test_there_are_no_more_kinds_than_can_be_drawn_or_chosen() -> None:
+    assert len(torch.randint(0, 10, (3000,), device="cuda").unique()) == 10
+    assert len(chosen().unique()) == EXPERTS
+    assert len(chosen()[:1].unique()) == EACH, "nor than there are"
+    places = torch.arange(3000, device="cuda")
+    assert len(places[torch.randperm(3000, device="cuda")].unique()) == 3000
+    assert len(torch.rand(3000, device="cuda").unique()) == 3000
+
+
 def test_what_was_written_over_is_no_choice_any_more() -> None:
     indices, mask = chosen(), chosen() == 1
     indices.copy_(torch.randn_like(indices, dtype=torch.float32) > 0)

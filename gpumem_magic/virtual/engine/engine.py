@@ -841,6 +841,14 @@ class Engine:
     def tell(self, mask: Any, count: int) -> None:
         """A program shows how many elements of a mask are true, which is so until something is written there."""
 
+    def among(self, tensor: Any) -> int | None:
+        """Among how many each element was chosen (`shares`), where that is known; 0 where it was drawn between zero and one."""
+        return None
+
+    def bound(self, tensor: Any) -> float | None:
+        """The number nearest to zero that elements may be (`shares`), where that is not zero; None where nothing says so."""
+        return None
+
     def share(self, tensor: Any) -> Fraction | None:
         """Which share of a mask's elements is taken to be true (`shares`); None where nothing says so."""
         return None

@@ -166,6 +166,10 @@ class KnownEngine(ComputingEngine):
         placement = self.table.find(tensor.untyped_storage()) if _is_dense(tensor) else None
         return None if placement is None else placement.share
 
+    def bound(self, tensor: Any) -> float | None:
+        placement = self.table.find(tensor.untyped_storage()) if self._spread and _is_dense(tensor) else None
+        return None if placement is None else placement.bound
+
     def chance(self, tensor: Any) -> float | None:
         found = self.known(tensor) if isinstance(tensor, VirtualTensor) else Known(tensor, True)
         if found is None or not found.exact or not found.host.numel() or found.host.is_meta:
@@ -176,12 +180,22 @@ class KnownEngine(ComputingEngine):
                 return None
             return float((found.host if element is None else element).double().clamp(0, 1).mean())
 
+    def kinds(self, tensor: Any) -> int | None:
+        if not isinstance(tensor, VirtualTensor) or tensor.dtype == torch.bool or not shares.is_counted(tensor):
+            return None
+        found = self.known(tensor)
+        if found is None or not found.exact or not found.host.numel() or found.host.is_meta:
+            return None
+        with no_functions(), host_keys():
+            lowest, highest = map(int, found.host.aminmax())
+        return highest - lowest + 1 if highest - lowest + 1 < found.host.numel() else None
+
     def _have_spread(self, written: list[Any], out: Any, found: shares.Spread | None) -> None:
         """Ends what was known of choices in what was written to, and notes it of a result."""
         for leaf in written:
             placement = self.table.find(leaf.untyped_storage()) if _is_dense(leaf) else None
             if placement is not None:
-                placement.among = placement.share = None
+                placement.among = placement.share = placement.bound = None
         if found is None:
             return
         made = out if found.place is None else out[found.place]
@@ -191,7 +205,7 @@ class KnownEngine(ComputingEngine):
         self._spread = True
         if found.total is None or made.numel() > values.MOST_GUESSED:
             placement = self.twins.placement(made)
-            placement.among = found.among
+            placement.among, placement.bound = found.among, found.bound
             placement.share = found.share if found.total is None else Fraction(found.total[0], made.numel())
         elif self.bounds.follows and self.tape is None and self.host_of(made) is None:
             with no_functions(), host_keys():
@@ -517,7 +531,8 @@ class KnownEngine(ComputingEngine):
         if share is not None and host.numel() <= _MOST_FILLED:
             with no_functions(), host_keys():
                 return shares.fill(host, share)
-        return guesses.fill(host, all_attributes(tensor).get(GUESS))
+        guess = all_attributes(tensor).get(GUESS)
+        return guesses.fill(host, self.bound(tensor) if guess is None else guess)
 
     def _attempt(
         self, found: _Arguments, func: Any, args: Any, kwargs: Any, device: int
@@ -632,11 +647,11 @@ class KnownEngine(ComputingEngine):
         """From now on an unknown tensor has the values that it is guessed to have."""
         with no_functions(), host_keys():
             placement = self.twins.placement(tensor)
-            noted = placement.among, placement.share, placement.few, placement.told
+            noted = placement.among, placement.share, placement.bound, placement.few, placement.told
             placement.put(None)
             self.guessed(tensor, self.twins.view(tensor))
             placement.sure, placement.supplied = False, False
-            placement.among, placement.share, placement.few, placement.told = noted
+            placement.among, placement.share, placement.bound, placement.few, placement.told = noted
         all_attributes(tensor)[KNOWN] = True
 
     def _are_small(self, out: Any, found: _Arguments) -> bool:

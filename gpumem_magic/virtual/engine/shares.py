@@ -2,13 +2,15 @@
 
 Which expert a token goes to is unknown, but among how many it was chosen is seen where it is chosen (`topk`, `argmax`). Choices
 are taken to be spread evenly: of a mask ``chosen == expert`` that share is true, and so are counts of them. A mask
-``torch.rand(n) < 0.15`` has its share by what draws it. Both belong to a storage (`among` and `share` of its `Placement`), so
+``torch.rand(n) < 0.15`` has its share by what draws it. What is taken from known integers at unknown places is one of them: of
+the labels of what a detector found. Both belong to a storage (`among` and `share` of its `Placement`), so
 all views have them; they end when something else is written there.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any, NamedTuple, Protocol
@@ -32,18 +34,25 @@ class Choices(Protocol):
     def share(self, tensor: Any) -> Fraction | None:
         """Which share of a mask's elements is not zero; None where nothing says so."""
 
+    def bound(self, tensor: Any) -> float | None:
+        """The number nearest to zero that elements may be, where that is not zero; None where nothing says so."""
+
+    def kinds(self, tensor: Any) -> int | None:
+        """How many different integers a tensor may have, where they are known for sure and come again; None where they do not."""
+
     def chance(self, tensor: Any) -> float | None:
         """The mean of a tensor's elements, each between zero and one, where they are known for sure; None where they are not."""
 
 
 class Spread(NamedTuple):
-    """What an operator makes of choices. among, share: of its result, or of the part of it at a place. total: what the counts
-    that it makes add up to, and over how many of them that is spread (0: all)."""
+    """What an operator makes of choices. among, share, bound: of its result, or of the part of it at a place. total: what the
+    counts that it makes add up to, and over how many of them that is spread (0: all)."""
 
     among: int | None = None
     share: Fraction | None = None
     total: tuple[int, int] | None = None
     place: int | None = None
+    bound: float | None = None
 
 
 # Rules ``rule(known, args, kwargs)``: what the result has; None where nothing follows.
@@ -77,7 +86,28 @@ def _largest(known: Choices, args: Any, kwargs: Any) -> Spread | None:
 def _largest_and_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     # (Of all elements, or of two tensors, it gives numbers alone.)
     chooses = "dim" in kwargs or (len(args) > 1 and isinstance(args[1], int))
-    return _of_length(_along(args, kwargs, 1, None), 1) if chooses else None
+    return _of_length(_along(args, kwargs, 1, None), 1) if chooses else _of_bound(known.bound(args[0]))
+
+
+def _of_bound(bound: float | None) -> Spread | None:
+    return Spread(bound=bound) if bound else None
+
+
+@_for("clamp clamp_ clip clip_ clamp_min clamp_min_", begins=True)
+def _clamped(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    low = args[1] if len(args) > 1 else kwargs.get("min")
+    return _within(known, args[0], low, args[2] if len(args) > 2 else kwargs.get("max"))
+
+
+@_for("clamp_max clamp_max_", begins=True)
+def _clamped_from_above(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _within(known, args[0], None, args[1] if len(args) > 1 else kwargs.get("max"))
+
+
+def _within(known: Choices, tensor: Any, low: Any, high: Any) -> Spread | None:
+    found = known.bound(tensor) or 0.0
+    found = max(found, low) if isinstance(low, (int, float)) else found
+    return _of_bound(min(found, high) if isinstance(high, (int, float)) else found)
 
 
 @_for("argmax argmin", begins=True)
@@ -201,6 +231,8 @@ def _of_both(known: Choices, args: Any) -> list[Fraction]:
 def _and(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     """(Who is turned away besides is not known.)"""
     found = _of_both(known, args)
+    if not found and isinstance(args[1], (int, float)):
+        return _of_bound(args[1] * (known.bound(args[0]) or 0.0))
     return Spread(share=math.prod(found, start=Fraction(1))) if found else None
 
 
@@ -223,17 +255,58 @@ def _any(known: Choices, args: Any, kwargs: Any) -> Spread | None:
 # ---- what is only moved
 
 
-@_for("clone _to_copy index index_select gather masked_select repeat")
+@_for("clone _to_copy repeat")
 def _same(known: Choices, args: Any, kwargs: Any) -> Spread | None:
-    among, share = known.among(args[0]), known.share(args[0])
-    return None if among is None and share is None else Spread(among=among, share=share)
+    found = Spread(known.among(args[0]), known.share(args[0]), bound=known.bound(args[0]))
+    return None if found == Spread() else found
+
+
+@_for("index index_select gather masked_select", begins=True)
+def _taken(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _same(known, args, kwargs) or _of_length(known.kinds(args[0]))
 
 
 @_for("cat stack")
 def _together(known: Choices, args: Any, kwargs: Any) -> Spread | None:
-    parts = [(known.among(tensor), known.share(tensor)) for tensor in args[0]]
-    among, share = parts[0] if parts else (None, None)
-    return Spread(among=among, share=share) if any(parts[:1]) and all(part == parts[0] for part in parts) else None
+    parts = {_same(known, (tensor,), {}) for tensor in args[0]}
+    return parts.pop() if len(parts) == 1 else None
+
+
+# ---- what was clamped
+
+
+@_for("amax amin mean median")
+def _one_of_them(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _of_bound(known.bound(args[0]))
+
+
+def _by(function: Callable[[float], float]) -> Rule:
+    def rule(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+        bound = known.bound(args[0])
+        return None if bound is None or len(args) > 1 or kwargs else _of_bound(function(bound))
+
+    return rule
+
+
+_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "round": round,
+    "trunc": math.trunc,
+    "neg": operator.neg,
+}
+for _name, _function in _FUNCTIONS.items():
+    _for(_name)(_by(_function))
+
+
+@_for("div")
+def _divided(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    bound = known.bound(args[0])
+    return (
+        None
+        if bound is None or kwargs or not isinstance(args[1], (int, float)) or not args[1]
+        else _of_bound(bound / args[1])
+    )
 
 
 # ---- counts
@@ -248,7 +321,7 @@ def is_counted(tensor: torch.Tensor) -> bool:
 def _counted(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     share = known.share(args[0]) if is_counted(args[0]) else None
     if share is None:
-        return None
+        return _of_bound((known.bound(args[0]) or 0.0) * args[0].numel()) if len(args) == 1 and not kwargs else None
     total, most = expected(share, args[0]), known.at_most(args[0])
     return Spread(total=(total if most is None else min(total, most), 0))
 

@@ -38,11 +38,12 @@ class Placement:
     few: how many elements are not zero, at most, where the values are not known; told: how many there are in views of it;
     filled: the parts that the program assigned to (`filled`), none where these are not known, or all of it, None before;
     and once: along what no index is twice (`few`). among, share: among how many each element was chosen, and which share of the
-    elements is not zero (`shares`). rewritten: how often the program wrote to it in place, if it was made as a copy; else None.
+    elements is not zero; bound: the number nearest to zero that they may be, where that is another (`shares`). rewritten: how
+    often the program wrote to it in place, if it was made as a copy; else None.
     """
 
     __slots__ = (
-        "address", "among", "device", "few", "filled", "host", "kept", "module", "nbytes", "node", "once", "overwritten",
+        "address", "among", "bound", "device", "few", "filled", "host", "kept", "module", "nbytes", "node", "once", "overwritten",
         "rewritten", "share", "supplied", "sure", "told", "twin", "watch",
     )  # fmt: skip
 
@@ -64,6 +65,7 @@ class Placement:
         self.once: Any = None
         self.among: int | None = None
         self.share: Fraction | None = None
+        self.bound: float | None = None
         self.filled: dict[Any, set[int]] | None = None
         self.rewritten: int | None = None
 
@@ -72,7 +74,7 @@ class Placement:
         self.twin = twin
         self.host = None
         self.few = self.told = None
-        self.among = self.share = None
+        self.among = self.share = self.bound = None
 
 
 class StorageTable:

@@ -93,13 +93,19 @@ def _is_check(tensor: Any) -> bool:
     )
 
 
-def _number(value: Any) -> Any:
+def _number(engine: Engine, value: Any) -> Any:
     """The number that a side of a comparison counts as; None where it has values of its own."""
     if isinstance(value, VirtualTensor):
-        return None if values.known(value) is not None or value.dtype == torch.bool else guesses.of(value) or 0
+        return None if values.known(value) is not None or value.dtype == torch.bool else _taken(engine, value) or 0
     if isinstance(value, torch.Tensor):
         return value.item() if value.dim() == 0 else None
     return value
+
+
+def _taken(engine: Engine, tensor: VirtualTensor) -> Any:
+    """What a tensor's elements are taken to be; None where nothing says so."""
+    found = guesses.of(tensor)
+    return engine.bound(tensor) if found is None else found
 
 
 def _says_nothing(engine: Engine, args: Any, kwargs: Any) -> bool:
@@ -123,12 +129,12 @@ def _compare(of_one: Callable[[Any, Any], bool]) -> Callable[..., Any]:
         else:
             _mark(out)
         if out.numel() == 1 and values.known(out) is None:
-            left, right = (_number(side) for side in args[:2])
+            left, right = (_number(engine, side) for side in args[:2])
             if left is not None and right is not None and not isinstance(left, str) and not isinstance(right, str):
                 unknown = [side for side in args[:2] if isinstance(side, VirtualTensor)]
                 # (Of two unknown numbers none is known to be the other.)
                 equal = func.overloadpacket in _EQUAL and len(unknown) > 1
-                follows = not equal and any(guesses.of(side) is not None for side in unknown)
+                follows = not equal and any(_taken(engine, side) is not None for side in unknown)
                 _say(out, bool(_PLAIN[func.overloadpacket](left, right)) if follows else of_one(left, right))
         return out
 

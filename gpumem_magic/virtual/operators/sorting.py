@@ -173,9 +173,10 @@ def _unique(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> A
 
 
 def _distinct(engine: Engine, device: int, source: Any, flags: Any, is_sorted: bool) -> Any:
-    """The most that there can be: every element once. Values and counts keep room for that many anyway."""
+    """The most that there can be: every element once, or all that they were chosen among. Values and counts keep room for as many
+    as there are elements anyway."""
     count, item = source.numel(), source.element_size()
-    most = engine.selected("unique", count)
+    most = engine.selected("unique", min(count, engine.among(source) or count))
     counted, inverted = bool(flags.get("return_counts")), bool(flags.get("return_inverse"))
     if source.dtype == torch.bool and count and not is_sorted:
         return _distinct_flags(engine, device, source, most, inverted, counted)
