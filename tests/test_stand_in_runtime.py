@@ -154,7 +154,7 @@ def test_operators_that_differ_are_grouped_the_most_calls_first(tool: dict[str, 
 def test_a_solvers_workspace_is_said_to_be_empty(building: Any) -> None:
     declared = """
       cusolverStatus_t CUSOLVERAPI cusolverDnSgetrf_bufferSize(
-        cusolverDnHandle_t handle, int m, int n, float *A, int lda, int *Lwork, int *lwork);
+        cusolverDnHandle_t handle, int m, int n, float *A, int lda, int work, int *Lwork);
       cusolverStatus_t CUSOLVERAPI cusolverDnSgesvd_bufferSize(
         cusolverDnHandle_t handle, int m, double tolerance, float *A, size_t *workspaceInBytes, size_t * bufferOnHost);
     """

@@ -104,7 +104,7 @@ def _sizes_asked_for(name: str, declarations: str) -> list[tuple[int, str]]:
         [one for one in found[1].split(",") if "*" in one or not re.search(r"\b(float|double)\b", one)] if found else []
     )
     asked = [
-        (place, re.search(r"\b(int|size_t)\s*\*\s*(?:lwork|workspace|buf)", one)) for place, one in enumerate(whole)
+        (place, re.search(r"\b(int|size_t)\s*\*\s*(?:[lL]work|workspace|buf)", one)) for place, one in enumerate(whole)
     ]
     return [(place, kind[1]) for place, kind in asked if kind]
 

@@ -480,7 +480,11 @@ def cosine_similarity(x1: torch.Tensor, x2: torch.Tensor, dim: int = 1, eps: flo
     if not isinstance(x1, VirtualTensor) or not kind.is_floating_point:  # (which C++ refuses)
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
         return _aten.cosine_similarity.default._op_dk(usual, x1, x2, dim, eps)  # type: ignore[no-any-return]
-    pair = torch.broadcast_tensors(x1.to(kind), x2.to(kind))
+    pair = [x1.to(kind), x2.to(kind)]
+    if x1.shape != x2.shape:
+        # (`expand_outplace` in ``ExpandUtils.h``: the arguments of what it gives are made from right to left.)
+        shape = torch.broadcast_shapes(x1.shape, x2.shape)
+        pair = [one.expand(shape) for one in pair[::-1]][::-1]
     norms = [torch.linalg.vector_norm(one, 2, dim, keepdim=True).clone() for one in pair]
     with torch.no_grad():
         on_device = version_of(x1) >= _LEAST_ON_DEVICE_FROM

@@ -117,8 +117,9 @@ def _assert_nothing(engine: Engine, func: Any, args: Any, kwargs: Any, device: i
     """A check of values, of which there are none."""
 
 
-# Since when the lowest and the highest element are looked for together (``SummaryOps.cu``).
-_AT_ONCE_FROM = (2, 13)
+# Since when the lowest and the highest element are looked for together, by `bincount` and by `histc` (``SummaryOps.cu``; the
+# builds of 2.11, 2.12 and 2.13).
+_COUNTED_AT_ONCE_FROM, _BINNED_AT_ONCE_FROM = (2, 13), (2, 12)
 
 # ---- copies
 
@@ -356,17 +357,18 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
         if weights is not None and weights.dtype not in (torch.float32, torch.float64):
             # The weights are made float64 before (`_bincount_cuda` in ``SummaryOps.cu``).
             held.enter_context(engine.scratch(device, weights.numel() * torch.float64.itemsize))
-        ends = _ends(engine, device, args[0], lowest=args[0].dtype != torch.uint8)
+        at_once = engine.memory.torch_version(device) >= _COUNTED_AT_ONCE_FROM
+        ends = _ends(engine, args[0], at_once, lowest=args[0].dtype != torch.uint8)
         out = _placed(engine, (size,), dtype, device)
         del ends
     return out
 
 
-def _ends(engine: Engine, device: int, source: Any, lowest: bool = True) -> Any:
-    """The lowest and the highest element, if both are there at the end. lowest: whether that is looked for, too, by versions that
-    look for one after the other."""
+def _ends(engine: Engine, source: Any, at_once: bool, lowest: bool = True) -> Any:
+    """The lowest and the highest element, if both are there at the end. lowest: whether that is looked for, too, where one is
+    looked for after the other."""
     with pushed(engine.mode):
-        if engine.memory.torch_version(device) >= _AT_ONCE_FROM:
+        if at_once:
             return source.aminmax()
         if lowest:
             source.min()
@@ -382,7 +384,7 @@ def _histogram(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     high = args[3] if len(args) > 3 else kwargs.get("max", 0)
     out = engine.run(func, args, kwargs, device)
     if low == high and args[0].numel():
-        _ends(engine, device, args[0])
+        _ends(engine, args[0], engine.memory.torch_version(device) >= _BINNED_AT_ONCE_FROM)
     return out
 
 

@@ -20,8 +20,8 @@ from gpumem_magic.virtual.operators.linear_algebra import (
     solve_triangular,
 )
 
-# Many matrices of Cholesky's were MAGMA's before.
-_CHOLESKY_BY_CUSOLVER_FROM = (2, 13)
+# Many matrices of Cholesky's were MAGMA's before. (The builds of 2.12 and 2.13 ask cuSOLVER, those of 2.11 and older do not.)
+_CHOLESKY_BY_CUSOLVER_FROM = (2, 12)
 
 
 @in_full_precision(_aten.linalg_cholesky_ex.default, _aten.cholesky.default)
@@ -29,7 +29,7 @@ def _cholesky_kernel(*_: Any, **named: Any) -> str:
     return "cholesky_cusolver"
 
 
-# (Of one matrix; several are MAGMA's in versions before 2.13. These names, and those of reflections, LDL and eigenvalues,
+# (Of one matrix; several are MAGMA's in versions before 2.12. These names, and those of reflections, LDL and eigenvalues,
 # are in ``BatchLinearAlgebraLib.cpp`` of ATen/native/cuda/linalg.)
 @in_full_precision(_aten._cholesky_solve_helper.default)
 def _cholesky_solve_kernel(*_: Any, **named: Any) -> str:
