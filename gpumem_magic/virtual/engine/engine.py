@@ -485,7 +485,7 @@ class Engine:
         if shapes:
             self._lay_out_written(func, args, kwargs, shapes)
         if met.on_host is not None:
-            out = met.on_host(self, func, out, device)
+            out = met.on_host(self, func, args, kwargs, out, device)
         if met.grows:
             self.settle_grown(out, device)
         else:

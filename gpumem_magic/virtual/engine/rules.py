@@ -39,7 +39,7 @@ COMPRESSED: dict[Any, Callable[..., Any]] = {}
 # asked for once. With `special`: ``@special(*functions, table=BESIDE)``.
 BESIDE: dict[Any, Callable[..., Sequence[int] | Kernels]] = {}
 # Operators of which some results are on the host, where the fake mode has all on the device: rules
-# ``rule(engine, func, out, device)``, which give the results as they are. With `special`, too.
+# ``rule(engine, func, args, kwargs, out, device)``, which give the results as they are. With `special`, too.
 ON_HOST: dict[Any, Callable[..., Any]] = {}
 # Operators that a trace of TorchScript's leaves out, since it has those that they call in C++: rules like handlers, which see to
 # that. Others come here when they were recorded, and the trace waits.

@@ -6,11 +6,11 @@ math, cuDNN, and on an H100 or B200 with newer versions cuDNN first (`Chooser.pr
 (`torch.nn.attention.sdpa_kernel`, `torch.backends.cuda.enable_*_sdp`) count. What cuDNN's kernels take is in `cudnn_attention`.
 
 Where the memory-efficient kernel's random numbers began stands on the host, unless a graph is captured (``attention.cu`` in
-ATen/native/transformers/cuda; recordings with 2.1 and 2.9). From 2.14 on it stands on the device: that was not read in the
-source, but eight published peaks are met to the byte with it there; five of them were tried without and were not
-(`benchmarks/compiled_published.py`). Flash has it on the device, drawn or not, since 2.7 (pull request 146372). Before, it had it
-on the host unless a graph is captured (``flash_api.cpp``; a recording with 2.5); there it has today's shape, which compiled code
-asks for.
+ATen/native/transformers/cuda; recordings with 2.1 and 2.9). From 2.14 on, without dropout, two numbers stand on the device that
+nobody writes, before the results (the build of 2.14; eight published peaks are met to the byte with them, and five of these were
+tried without and were not: `benchmarks/compiled_published.py`). Flash has it on the device, drawn or not, since 2.7 (pull request
+146372). Before, it had it on the host unless a graph is captured (``flash_api.cpp``; a recording with 2.5); there it has today's
+shape, which compiled code asks for.
 """
 
 from __future__ import annotations
@@ -38,6 +38,9 @@ from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
+# Since when three dimensions are taken for those of one sample, keys and values of one head are shared by all queries' without
+# being asked to, and the memory-efficient kernel takes heads that are shared (the build of 2.14; that of 2.12 does none of it).
+_SHARED_FROM = (2, 14)
 _FLASH_SEEDS_ON_DEVICE_FROM = (2, 7)
 # Since when a mask chooses between two numbers. (The builds of 2.6, 2.11 and 2.13 do, a recording with 2.8, too; that of 2.5 by
 # what may not be seen.)
@@ -111,6 +114,9 @@ def unmet(
     lengths, other_lengths = query.shape[-2], key.shape[-2]
     batches = query.shape[0] == key.shape[0] == value.shape[0]
     heads = query.shape[1] == key.shape[1] == value.shape[1]
+    newer, pairs = gpu.version >= _SHARED_FROM, key.shape[1] == value.shape[1]
+    shared = enable_gqa or (newer and pairs and key.shape[1] == 1)
+    divided = newer and pairs and shared and query.shape[1] % max(1, key.shape[1]) == 0
     size, size_of_values = query.shape[-1], value.shape[-1]
     dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
     of_all = [
@@ -120,7 +126,7 @@ def unmet(
         (dense and (mask is None or mask.stride(-1) == 1), "rows whose numbers lie next to each other"),
         (batches, "keys and values for each sample"),
     ]
-    grouped = [*of_all, (heads or enable_gqa, _HEADS)]
+    grouped = [*of_all, (heads or shared, _HEADS)]
     half, recent = query.dtype in HALF, capability >= (8, 0)
     wants = {
         FLASH: [
@@ -138,7 +144,7 @@ def unmet(
     wants[EFFICIENT] = [
         (torch.backends.cuda.mem_efficient_sdp_enabled(), _SWITCHED_ON),
         *of_all,
-        (heads, f"{_HEADS}, without `enable_gqa`" if enable_gqa else _HEADS),
+        (heads or divided, f"{_HEADS}, without `enable_gqa`" if enable_gqa and not newer else _HEADS),
         (query.dtype in kinds, "float16 or float32" if not recent else "16-bit numbers or float32"),
         # (`check_head_dim_size_mem_efficient` in ``sdp_utils.cpp``.)
         (size % step == 0 and size_of_values % step == 0, f"heads whose size is a multiple of {step}"),
@@ -228,6 +234,12 @@ class Attention:
         # (Of a tensor in a compiler's trace, Python's name for the device is C++'s; the index is the same.)
         device = next(t.device.index for t in (query, key, value) if t.device.index is not None)
         gpu = self.gpu(device)
+        if query.dim() == key.dim() == value.dim() == 3 and gpu.version >= _SHARED_FROM:
+            if attn_mask is not None and attn_mask.dim() == 3:
+                attn_mask = attn_mask.unsqueeze(0)
+            query, key, value = (tensor.unsqueeze(0) for tensor in (query, key, value))
+            out = self.attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return out.squeeze(0)
         lacking = unmet(gpu, query, key, value, attn_mask, is_causal, enable_gqa, dropout_p)
         kernel = first_of(fitting(lacking), gpu)
         if key.shape[-2] != value.shape[-2] and kernel in _OTHER_LENGTHS:
@@ -358,13 +370,18 @@ def _additive(mask: torch.Tensor, dtype: torch.dtype, version: tuple[int, int]) 
     return out
 
 
+# Rows of a mask begin at multiples of so many numbers.
+_ALIGNED = 8
+
+
 def _efficient_mask(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel takes it: additive, expanded, rows padded to 16 elements' alignment in memory."""
+    """The mask as the memory-efficient kernel takes it: additive, expanded, and its rows aligned in memory: one that does not lie
+    so, as a part of a larger one may, is padded (`preprocess_mask` in ``transformers/attention.cpp``)."""
     if mask is None:
         return None
-    extra = -mask.shape[-1] % 8
-    if extra:
-        mask = F.pad(mask, (0, extra))[..., : mask.shape[-1]]
+    if mask.stride(-1) != 1 or any(step % _ALIGNED for step in mask.stride()[:-1]):
+        width = mask.shape[-1]
+        mask = F.pad(mask, (0, _ALIGNED - width % _ALIGNED))[..., :width]
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
 
 
@@ -402,11 +419,16 @@ def _sums(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: i
 
 
 @special(*_EFFICIENT_FORWARD, table=ON_HOST)
-def _with_seeds(engine: Engine, func: Any, out: Any, device: int) -> Any:
+def _with_seeds(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> Any:
     """The results, with the seed and the offset of random numbers where CUDA has them."""
-    if torch.cuda.is_current_stream_capturing() or engine.memory.torch_version(device) >= _SEEDS_ON_DEVICE_FROM:
+    place = 5 if func is _EFFICIENT_FORWARD[0] else 8
+    dropout = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
+    if torch.cuda.is_current_stream_capturing():
         return out
-    return (*out[:2], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[4:])
+    if dropout or engine.memory.torch_version(device) < _SEEDS_ON_DEVICE_FROM:
+        return (*out[:2], *(torch.empty((), dtype=torch.long) for _ in range(2)), *out[4:])
+    engine.settle(out[2:4])
+    return out
 
 
 _SCALED_FLASH = _aten._scaled_dot_product_flash_attention.default

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+import torch
+
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import deterministic
 from gpumem_magic.virtual.engine.calls import bytes_of
@@ -106,6 +108,13 @@ def _of_plain_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device
         # (PyTorch's rule for shapes has no place for the result, and so takes a later argument for the scale.)
         kwargs = {name: value for name, value in kwargs.items() if name != "scale"}
     with engine.scratch(device, *copies_by_token(args[:1], func is _EFFICIENT[0])):
+        if func is _EFFICIENT[0] and args[1].shape[1] != args[2].shape[1]:
+            # (PyTorch's rule for shapes has as many heads everywhere.)
+            of_query, _, _, of_bias = engine.fake_call(func, args, kwargs)
+            results = (of_query, *(_like_by_token(engine, one) for one in args[2:4]), of_bias)
+            engine.settle(results)
+            _scaled(engine, func, args, kwargs, results, device)
+            return results
         if func is _EFFICIENT[0] or args[4] is not None:
             return engine.run(func, args, kwargs, device)
         # (PyTorch's rule for shapes has a number where the kernel has no gradient of a bias.)
@@ -113,6 +122,13 @@ def _of_plain_gradient(engine: Engine, func: Any, args: Any, kwargs: Any, device
         engine.settle(results)
         _plain(engine, func, args, kwargs, results, device)
         return (*results, None)
+
+
+def _like_by_token(engine: Engine, tensor: Any) -> Any:
+    """One of that shape that lies plainly, token by token, where its heads come before its tokens."""
+    by_token = engine.fake_call(_aten.transpose.int, (tensor, 1, 2), {})
+    plain = engine.fake_call(_aten.empty_like.default, (by_token,), {"memory_format": torch.contiguous_format})
+    return engine.fake_call(_aten.transpose.int, (plain, 1, 2), {})
 
 
 @special(_aten._padded_dense_to_jagged_forward.default)
@@ -129,7 +145,10 @@ def _scaled(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device:
     query, key, value, dropout = args[1], args[2], args[3], args[9]
     batch, heads, queries, size = query.shape
     shape = Heads(batch, heads, queries, key.shape[2], size)
-    return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout))
+    # Gradients of keys and values whose heads several queries share, apart for each query's, before these are added up.
+    apart = [bytes_of(one) // one.shape[1] * heads for one in (key, value) if one.shape[1] != heads]
+    with engine.scratch(device, *apart):
+        return _efficient(engine, device, shape, value.shape[-1], query.dtype, bool(dropout))
 
 
 @special(_EFFICIENT[1], table=BESIDE)

@@ -27,7 +27,7 @@ from gpumem_magic.virtual.engine.modes import ThreadFlag, has_others, pushed
 from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import matrix_ranks
-from gpumem_magic.virtual.operators.copies import laid_out
+from gpumem_magic.virtual.operators.copies import GROUPS_AS_THEY_LIE_FROM, laid_out
 from gpumem_magic.virtual.operators.norms import by_cudnn, whole_batch_norm
 
 
@@ -102,27 +102,63 @@ class _RmsNorm(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = _aten._fused_rms_norm.default(input, normalized_shape, weight, eps)
         ctx.save_for_backward(input, weight, rstd)
-        ctx.normalized_shape, ctx.eps = normalized_shape, eps
-        ctx.mark_non_differentiable(rstd)
-        # No zeros are made for a gradient of the second result, which has none.
+        ctx.normalized_shape = normalized_shape
+        # No zeros are made for the gradient of a result that has none.
         ctx.set_materialize_grads(False)
         return out, rstd
 
     @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-        if gradient is None:
+    def backward(ctx: Any, gradient: Any, of_rows: Any) -> Any:
+        if gradient is None and of_rows is None:
             return None, None, None, None
         input, weight, rstd = ctx.saved_tensors
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[2]]
-        if torch.is_grad_enabled():
-            leaves = [tensor for tensor, is_wanted in zip((input, weight), wanted, strict=True) if is_wanted]
-            out, _ = _by_smaller_operators(input, ctx.normalized_shape, weight, ctx.eps)
-            found = iter(torch.autograd.grad(out, leaves, gradient, create_graph=True))
-            of_input, of_weight = (next(found) if is_wanted else None for is_wanted in wanted)
+        if torch.is_grad_enabled() or of_rows is not None:
+            rows = rstd.view(*rstd.shape, *[1] * (input.dim() - rstd.dim()))
+            found = _rms_norm_backward(gradient, of_rows, input, len(ctx.normalized_shape), rows, weight, wanted)
         else:
             kernel = _aten._fused_rms_norm_backward.default
-            of_input, of_weight = kernel(gradient, input, ctx.normalized_shape, rstd, weight, wanted)
-        return of_input, None, of_weight, None
+            found = kernel(gradient, input, ctx.normalized_shape, rstd, weight, wanted)
+        return found[0], None, found[1], None
+
+
+def _rms_norm_backward(
+    gradient: Any, of_rows: Any, input: Any, count: int, rows: Any, weight: Any, wanted: list[bool]
+) -> tuple[Any, Any]:
+    """What can be differentiated once more (`infinitely_differentiable_native_rms_norm_backward` in ``FunctionsManual.cpp``, as
+    the builds of 2.12 and 2.14 have it). count: of dimensions that are normalised; rows: one over the root of each row's mean."""
+    own = input.dim() - count
+    size = input.shape[own:].numel()
+    cubes = rows.pow(3)
+    weighed = gradient if gradient is None or weight is None else gradient * weight
+    of_input = of_weight = None
+    if wanted[0]:
+        if gradient is not None:
+            product = input * weighed
+            sums = product.sum(list(range(own, input.dim())), keepdim=True)
+            del product
+            # (One expression, from right to left.)
+            scaled = input * cubes
+            shared = scaled / size
+            taken = shared * sums
+            first = rows * weighed
+            of_input = first - taken
+            del first, taken, shared, scaled, sums
+        if of_rows is not None:
+            scaled = input * cubes
+            shared = scaled / size
+            opposite = -shared
+            by_rows = opposite * of_rows.view(rows.shape)
+            del opposite, shared, scaled
+            of_input = by_rows if of_input is None else of_input + by_rows
+    if wanted[1] and weight is not None and gradient is not None:
+        normalised = input * rows
+        of_weight = gradient * normalised
+        if own:
+            of_weight = of_weight.sum(list(range(own)))
+        del normalised
+    del weighed, cubes
+    return of_input, of_weight
 
 
 call_node(_RmsNorm, "FusedRmsNormBackward0")
@@ -255,9 +291,10 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     folds = weight.requires_grad and torch.is_inference_mode_enabled()
     if (
         (bias is None and not folds)
-        or input.dim() < 3
+        or input.dim() == 2
+        or (input.dim() < 2 and weight.dim() > 1)
         or not isinstance(input, VirtualTensor)
-        or (input.is_contiguous() and version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
+        or (weight.dim() > 1 and input.is_contiguous() and version_of(input) >= _BIAS_IN_ONE_CALL_FROM)
         or torch._C._are_functorch_transforms_active()
     ):
         usual = torch._C.DispatchKey.CompositeImplicitAutograd
@@ -528,6 +565,27 @@ def version_of(tensor: VirtualTensor) -> tuple[int, int]:
     return cast(Engine, engine_of(tensor)).memory.torch_version(tensor.get_device())
 
 
+def group_norm(
+    input: torch.Tensor,
+    num_groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-05,
+    cudnn_enabled: bool = True,
+) -> torch.Tensor:
+    """(``group_norm.cpp``)"""
+    if isinstance(input, VirtualTensor) and not input.is_contiguous() and input.numel():
+        if version_of(input) < GROUPS_AS_THEY_LIE_FROM:
+            input = input.contiguous()
+        # (What does not fit C++ refuses.)
+        elif input.shape[1] % num_groups == 0 and not torch._C._are_functorch_transforms_active():
+            samples, channels = input.shape[:2]
+            inner = input.shape[2:].numel()
+            return _aten.native_group_norm.default(input, weight, bias, samples, channels, inner, num_groups, eps)[0]  # type: ignore[no-any-return]
+    usual = torch._C.DispatchKey.CompositeImplicitAutograd
+    return _aten.group_norm.default._op_dk(usual, input, num_groups, weight, bias, eps, cudnn_enabled)  # type: ignore[no-any-return]
+
+
 _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.cosine_similarity.default: cosine_similarity,
     _aten.cross_entropy_loss.default: cross_entropy_loss,
@@ -535,6 +593,7 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.linalg_eigvalsh.default: eigenvalues,
     _aten.linalg_eigvals.default: eigenvalues_of_any,
     _aten.batch_norm.default: batch_norm,
+    _aten.group_norm.default: group_norm,
     _aten.linear.default: linear,
     _aten.cumprod_backward.default: cumprod_backward,
     _aten.dropout.default: dropout,

@@ -41,6 +41,10 @@ _LAID_OUT: dict[Any, tuple[int, ...]] = {
     _aten._adaptive_avg_pool3d.default: (0,),
     _aten.fractional_max_pool2d_backward.default: (0,),
 }
+# Since when a group norm is given what it normalises as it lies, and copies it in the kernel and in its gradient's (the builds of
+# 2.12 and 2.14).
+GROUPS_AS_THEY_LIE_FROM = (2, 14)
+_GROUP_NORM = _aten.native_group_norm.default
 # The same, once they are there.
 _LAID_OUT_AFTER: dict[Any, tuple[int, ...]] = {
     **dict.fromkeys(
@@ -94,7 +98,8 @@ def _lies_plainly(places: Sequence[int]) -> Callable[..., bool]:
 
 
 def _laid_out(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
-    return laid_out(engine, func, args, kwargs, device, _LAID_OUT[func])
+    by_kernel = func is _GROUP_NORM and engine.memory.torch_version(device) >= GROUPS_AS_THEY_LIE_FROM
+    return laid_out(engine, func, args, kwargs, device, () if by_kernel else _LAID_OUT[func])
 
 
 for _func, _arguments in _LAID_OUT.items():

@@ -13,8 +13,9 @@ import torch
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.alike import Kernels
-from gpumem_magic.virtual.engine.calls import bytes_of, copies_of
+from gpumem_magic.virtual.engine.calls import bytes_of, copies_of, write_by_others
 from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.operators.sorting import is_dense
 
@@ -26,7 +27,7 @@ _PRODUCTS: dict[Any, tuple[int, int]] = {
 }
 # Products of a matrix, at this place, and a vector after it.
 _WITH_VECTORS: dict[Any, int] = {
-    **dict.fromkeys(overloads("mv mv.out"), 0),
+    **dict.fromkeys(overloads("mv"), 0),
     **dict.fromkeys(overloads("addmv addmv_ addmv.out"), 1),
 }
 
@@ -64,6 +65,20 @@ def _product_with_a_vector(
     if not fits_blas(matrix.shape, matrix.stride()):
         copied += copies_of(matrix)
     return copied or Kernels((), ())
+
+
+# Since when a product with a vector is written to a tensor that has room for it without a vector to add it to, whose numbers do
+# not count (`mv_out` in ``Blas.cpp``; the builds of 2.6 and 2.7 make one, an H100 with 2.11 did not).
+_NOTHING_ADDED_FROM = (2, 8)
+
+
+@special(_aten.mv.out)
+def _into_a_vector(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    out, rows = kwargs["out"], args[0].shape[:1].numel()
+    fits = out.dim() == 1 and out.numel() == rows and rows > 1
+    added = bytes_of(out) if fits and engine.memory.torch_version(device) < _NOTHING_ADDED_FROM else 0
+    with pushed(engine.mode), engine.scratch(device, added):
+        return write_by_others(func, args, kwargs)
 
 
 def fits_blas(shape: Sequence[int], stride: Sequence[int]) -> bool:

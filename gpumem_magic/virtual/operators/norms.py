@@ -18,6 +18,7 @@ from gpumem_magic.virtual.engine.modes import ThreadFlag, pushed
 from gpumem_magic.virtual.engine.rules import BESIDE, special
 from gpumem_magic.virtual.engine.strides import like_channels_last
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
+from gpumem_magic.virtual.operators.copies import GROUPS_AS_THEY_LIE_FROM
 from gpumem_magic.virtual.operators.cudnn import is_as_recorded as cudnn_as_recorded
 from gpumem_magic.virtual.operators.reductions import shared_by_statistics
 
@@ -101,11 +102,11 @@ def _group_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
     input, weight, bias, samples, channels, inner, groups = args[:7]
     if not samples:
         return []
-    item = accumulator(input.dtype).itemsize
-    wide = []
-    if item > input.element_size() and engine.memory.torch_version(device) >= _WIDE_FROM:
+    item, version = accumulator(input.dtype).itemsize, engine.memory.torch_version(device)
+    wide = copies_of(input) if version >= GROUPS_AS_THEY_LIE_FROM else []
+    if item > input.element_size() and version >= _WIDE_FROM:
         # Mean and deviation of each group, before they are rounded.
-        wide = [samples * groups * item] * 2
+        wide += [samples * groups * item] * 2
     if inner == 1 or (weight is None and bias is None):
         return wide
     return [*wide, *[samples * channels * item] * 2]

@@ -303,8 +303,8 @@ def _trace_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
 
 # ---- maximum and minimum
 
-# Since when what has no share is cleared in a copy, by a mask that is found first (derivatives.yaml; 2.13.0 clears it in place).
-_CLEARED_IN_COPY_FROM = (2, 14)
+# Since when what has no share is found first, and bounds that are tensors are handled so, too (``derivatives.yaml``).
+_WITHOUT_FIRST_FROM = (2, 14)
 
 
 def _maximum_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
@@ -327,16 +327,54 @@ def _shares(
 
 
 def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.Tensor]) -> torch.Tensor:
-    first = without() if version_of(source) >= _CLEARED_IN_COPY_FROM else None
+    first = without() if version_of(source) >= _WITHOUT_FIRST_FROM else None
     half = gradient / 2
     equal = source == other
     shared = torch.where(equal, half, gradient)
-    if first is None:
-        shared.masked_fill_(without(), 0)
-    else:
-        shared = shared.masked_fill(first, 0)
-    del equal, half, first
+    del equal, half
+    shared.masked_fill_(without() if first is None else first, 0)
     return shared
+
+
+def _by_version(newer: _Formula, older: _Formula) -> _Formula:
+    def formula(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        return (newer if version_of(ctx.saved_tensors[0]) >= _WITHOUT_FIRST_FROM else older)(ctx, gradient)
+
+    return formula
+
+
+def _one_or_the_other(takes_source: Callable[[Any, Any], torch.Tensor]) -> _Formula:
+    """Of `fmax` and `fmin`, where one of two that are equal has all."""
+
+    def formula(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        source, other = ctx.saved_tensors
+        found: list[Any] = [None, None]
+        for place in (1, 0):
+            if ctx.needs_input_grad[place + 1]:
+                its = takes_source(source, other).logical_or_(other.isnan())
+                found[place] = gradient.masked_fill(its if place else its.logical_not_(), 0)
+                del its
+        return tuple(found)
+
+    return formula
+
+
+def _within_a_bound(
+    is_inside: Callable[[Any, Any], torch.Tensor], is_outside: Callable[[Any, Any], torch.Tensor]
+) -> _Formula:
+    """Of a number that is held at a bound, and of the bound."""
+
+    def formula(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        source, bound = ctx.saved_tensors
+        found: list[Any] = [None, None]
+        for place, mask in ((1, is_outside), (0, is_inside)):
+            if ctx.needs_input_grad[place + 1]:
+                zero = torch.scalar_tensor(0.0, dtype=gradient.dtype, device=gradient.device)
+                found[place] = torch.where(mask(source, bound), gradient, zero)
+                del zero
+        return tuple(found)
+
+    return formula
 
 
 # ---- atan2
@@ -448,12 +486,40 @@ _NODES = {
         ),
         (_aten.trace.default, "TraceBackward0", (), False, _trace_backward, _DIAGONAL_ALONE_FROM),
         (_aten.atan2.default, "Atan2Backward0", (0, 1), False, _atan2_backward, _ZEROS_APART_FROM),
-        (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _CLEARED_IN_COPY_FROM),
-        (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _CLEARED_IN_COPY_FROM),
+        (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _WITHOUT_FIRST_FROM),
+        (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _WITHOUT_FIRST_FROM),
+        *(
+            (operator, name, (0, 1), False, _by_version(newer, older), _WITHOUT_FIRST_FROM)
+            for operator, name, newer, older in (
+                (_aten.fmax.default, "FmaxBackward0", _maximum_backward, _one_or_the_other(torch.ge)),
+                (_aten.fmin.default, "FminBackward0", _minimum_backward, _one_or_the_other(torch.le)),
+                (
+                    _aten.clamp_min.Tensor,
+                    "ClampMinBackward1",
+                    _maximum_backward,
+                    _within_a_bound(torch.ge, torch.lt),
+                ),
+                (
+                    _aten.clamp_max.Tensor,
+                    "ClampMaxBackward1",
+                    _minimum_backward,
+                    _within_a_bound(torch.le, torch.gt),
+                ),
+            )
+        ),
     )
 }
 
 
+def _held_at_a_bound(keys: Any, self: Any, min: Any = None, max: Any = None) -> Any:
+    """`clamp` by one tensor has the gradient of `clamp_min` or `clamp_max`. (By two it has one of its own, which is not known
+    since these changed.)"""
+    one = (min is None) != (max is None) and isinstance(self, VirtualTensor)
+    if one and not _runs_since(_WITHOUT_FIRST_FROM) and version_of(self) >= _WITHOUT_FIRST_FROM:
+        return _aten.clamp_max.Tensor(self, max) if min is None else _aten.clamp_min.Tensor(self, min)
+    return replaced(_aten.clamp.Tensor, keys)(self, min, max)
+
+
 def install(patches: Patches) -> None:
     """Gives the operators these nodes, for tensors of the virtual devices."""
-    patches.kernels("AutogradCUDA", _NODES.items(), with_keys=True)
+    patches.kernels("AutogradCUDA", [*_NODES.items(), (_aten.clamp.Tensor, _held_at_a_bound)], with_keys=True)

@@ -4,7 +4,8 @@ C++ takes another way for subclasses of tensors (``areAnyTensorSubclassLike`` in
 there the zeros stay, and the gradient is written into a copy of them. On a device there is no copy, so there is none here.
 
 Likewise the gradients of `binary_cross_entropy_with_logits`, which is worked out in one tensor, of `trace`, `atan2`, `aminmax`,
-and of `max`, `min`, the medians of a whole tensor and `clamp` by tensors, which find in one tensor who shares in them.
+the larger and the smaller of two, and of `max`, `min`, the medians of a whole tensor and `clamp` by tensors, which find in one
+tensor who shares in them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,18 @@ _SHARED = frozenset(
     f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
 )
 _TRACE = frozenset(("TraceBackward0",))
-_ATAN2 = frozenset(("Atan2Backward0",))
+_CLEARED = frozenset(
+    f"{name}Backward{number}"
+    for name, number in (
+        ("Atan2", 0),
+        ("Maximum", 0),
+        ("Minimum", 0),
+        ("Fmax", 0),
+        ("Fmin", 0),
+        ("ClampMin", 1),
+        ("ClampMax", 1),
+    )
+)
 _BOTH_ENDS = frozenset(("AminmaxBackward0",))
 _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
     function: (in_place, nodes)
@@ -78,7 +90,7 @@ _STEPS: dict[Any, tuple[Any, frozenset[str]]] = {
         ("sub.Tensor mul.Tensor", "sub_.Tensor mul_.Tensor", _CROSS_ENTROPY),
         ("logical_and logical_or", "logical_and_ logical_or_", _SHARED),
         ("index_fill.int_Tensor", "index_fill_.int_Tensor", _TRACE),
-        ("masked_fill.Scalar", "masked_fill_.Scalar", _ATAN2),
+        ("masked_fill.Scalar", "masked_fill_.Scalar", _CLEARED),
         ("add.Tensor", "add_.Tensor", _BOTH_ENDS),
     )
     for function, in_place in zip(overloads(names), overloads(written), strict=True)
