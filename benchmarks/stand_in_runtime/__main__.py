@@ -16,7 +16,7 @@ On a computer with a GPU, --save keeps in FILE what this environment's PyTorch a
 file with the virtual GPU, on any computer: all that FILE has (some thousands of calls take an hour), or with --only those with
 a TEXT in their name, in seconds. Of a sample the name is operator, type, number and way ("softmax float64 0 backward").
 
-It was run with each version from 2.1 to 2.13, and on an H100 with 2.11. (2.3 lacks `crt/host_defines.h`: a newer PyTorch's
+It was run with each version from 2.1 to 2.14, and on an H100 with 2.11. (2.3 lacks `crt/host_defines.h`: a newer PyTorch's
 triton has it, whose `crt` can be copied beside that environment's `cuda_runtime_api.h`.)
 """
 

@@ -377,6 +377,12 @@ def _within_a_bound(
     return formula
 
 
+_OF_FMAX = _by_version(_maximum_backward, _one_or_the_other(torch.ge))
+_OF_FMIN = _by_version(_minimum_backward, _one_or_the_other(torch.le))
+_OF_A_LEAST = _by_version(_maximum_backward, _within_a_bound(torch.ge, torch.lt))
+_OF_A_MOST = _by_version(_minimum_backward, _within_a_bound(torch.le, torch.gt))
+
+
 # ---- atan2
 
 # Since when places where both are zero are looked for. (The build of 2.10 does so, that of 2.9 does not.)
@@ -488,25 +494,10 @@ _NODES = {
         (_aten.atan2.default, "Atan2Backward0", (0, 1), False, _atan2_backward, _ZEROS_APART_FROM),
         (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _WITHOUT_FIRST_FROM),
         (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _WITHOUT_FIRST_FROM),
-        *(
-            (operator, name, (0, 1), False, _by_version(newer, older), _WITHOUT_FIRST_FROM)
-            for operator, name, newer, older in (
-                (_aten.fmax.default, "FmaxBackward0", _maximum_backward, _one_or_the_other(torch.ge)),
-                (_aten.fmin.default, "FminBackward0", _minimum_backward, _one_or_the_other(torch.le)),
-                (
-                    _aten.clamp_min.Tensor,
-                    "ClampMinBackward1",
-                    _maximum_backward,
-                    _within_a_bound(torch.ge, torch.lt),
-                ),
-                (
-                    _aten.clamp_max.Tensor,
-                    "ClampMaxBackward1",
-                    _minimum_backward,
-                    _within_a_bound(torch.le, torch.gt),
-                ),
-            )
-        ),
+        (_aten.fmax.default, "FmaxBackward0", (0, 1), False, _OF_FMAX, _WITHOUT_FIRST_FROM),
+        (_aten.fmin.default, "FminBackward0", (0, 1), False, _OF_FMIN, _WITHOUT_FIRST_FROM),
+        (_aten.clamp_min.Tensor, "ClampMinBackward1", (0, 1), False, _OF_A_LEAST, _WITHOUT_FIRST_FROM),
+        (_aten.clamp_max.Tensor, "ClampMaxBackward1", (0, 1), False, _OF_A_MOST, _WITHOUT_FIRST_FROM),
     )
 }
 
