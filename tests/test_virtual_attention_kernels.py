@@ -119,7 +119,8 @@ def test_seeds_are_on_the_device_as_published_peaks_of_new_versions_show() -> No
     query = torch.randn(1, 8, 96, 64, device="cuda", requires_grad=True)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         sizes = made(lambda: F.scaled_dot_product_attention(query, query, query).sum().backward())
-    assert sizes[:4] == [8 * 96 * 64 * 4, 8 * 96 * 4, 8, 8]
+    # Before the results, which the build of 2.14 shows, too.
+    assert sizes[:4] == [8, 8, 8 * 96 * 64 * 4, 8 * 96 * 4]
 
 
 def test_seeds_of_dropout_are_on_the_device_while_a_graph_is_captured() -> None:

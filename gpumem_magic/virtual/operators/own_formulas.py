@@ -331,8 +331,8 @@ def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.T
     half = gradient / 2
     equal = source == other
     shared = torch.where(equal, half, gradient)
-    del equal, half
     shared.masked_fill_(without() if first is None else first, 0)
+    del equal, half, first
     return shared
 
 
@@ -351,9 +351,11 @@ def _one_or_the_other(takes_source: Callable[[Any, Any], torch.Tensor]) -> _Form
         found: list[Any] = [None, None]
         for place in (1, 0):
             if ctx.needs_input_grad[place + 1]:
-                its = takes_source(source, other).logical_or_(other.isnan())
+                its = takes_source(source, other)
+                unknown = other.isnan()
+                its.logical_or_(unknown)
                 found[place] = gradient.masked_fill(its if place else its.logical_not_(), 0)
-                del its
+                del unknown, its
         return tuple(found)
 
     return formula
