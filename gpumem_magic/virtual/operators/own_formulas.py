@@ -14,6 +14,7 @@ expression it makes from right to left, and lets go of at its end; its variables
 
 from __future__ import annotations
 
+import operator as compared
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -379,10 +380,10 @@ def _within_a_bound(
     return formula
 
 
-_OF_FMAX = _by_version(_maximum_backward, _one_or_the_other(torch.ge))
-_OF_FMIN = _by_version(_minimum_backward, _one_or_the_other(torch.le))
-_OF_A_LEAST = _by_version(_maximum_backward, _within_a_bound(torch.ge, torch.lt))
-_OF_A_MOST = _by_version(_minimum_backward, _within_a_bound(torch.le, torch.gt))
+_OF_FMAX = _by_version(_maximum_backward, _one_or_the_other(compared.ge))
+_OF_FMIN = _by_version(_minimum_backward, _one_or_the_other(compared.le))
+_OF_A_LEAST = _by_version(_maximum_backward, _within_a_bound(compared.ge, compared.lt))
+_OF_A_MOST = _by_version(_minimum_backward, _within_a_bound(compared.le, compared.gt))
 
 
 # ---- atan2
