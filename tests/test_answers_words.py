@@ -167,7 +167,7 @@ model = Model(8192, 200)
 def test_what_a_constructor_cast_before_memory_ran_out_are_parameters(book: Notebook, made: str) -> None:
     said = answer(book, BLOCK.replace("{made}", made))
     book.cell("%gpumem_free")
-    assert re.search(r"its weights were made, 1[34]\.\d GiB of them in bfloat16,", said), said
+    assert re.search(r"while they were made, 1[34]\.\d GiB of them in bfloat16,", said), said
 
 
 def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) -> None:
@@ -180,7 +180,7 @@ def test_a_module_that_an_error_left_half_made_has_parameters(book: Notebook) ->
     )
     said = answer(book, code)
     book.cell("%gpumem_free")
-    assert re.search(r"its weights were made, 14\.0 GiB of them in bfloat16,.* Wanted 128 MiB", said), said
+    assert re.search(r"while they were made, 14\.0 GiB of them in bfloat16,.* Wanted 128 MiB", said), said
 
 
 def test_conversion_by_swapping_works_while_parameters_are_registered(book: Notebook) -> None:
@@ -302,7 +302,7 @@ def test_a_model_whose_constructor_fails_is_told_by_the_line_that_makes_its_laye
         )
         said = book.measured("with torch.device('cuda'):\n    model = Net()").answer
     wanted = r"Wanted 2.0 MiB for a \(1024, 512\) float32 tensor of `nn\.Linear\(512, 1024\)` \(line 3: In \[\d+\]:4 __init__\)"
-    assert re.search(rf"its weights were made, 5\d\.\d MiB of them in float32,.* {wanted}", said), said
+    assert re.search(rf"while they were made, 5\d\.\d MiB of them in float32,.* {wanted}", said), said
 
 
 LOGGED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -17,6 +18,7 @@ from gpumem_magic.units import human
 # Bytes of a number, of the types that have twice what 16 bits need, or more.
 _WIDE = {"float32": 4, "float64": 8}
 _HALF, _OF_FOUR_BITS = 2, 4
+_NAME = re.compile(r"[^\W\d]\w*")
 # How much of a weight, by how many times 16 bits it has, is left in bfloat16, and in four bits.
 _PARTS = {2: "half of that", 4: "a quarter of that"}
 _FOUR_BITS = {1: "a quarter", 2: "an eighth", 4: "a sixteenth"}
@@ -53,12 +55,13 @@ def _being_built(scene: Scene, made: Sequence[Allocation], room: int) -> Iterato
     """The request that failed was for a weight, as those before it: nobody knows yet how much they will be."""
     births = scene.recording.logs[scene.device].births
     failed = births.get(scene.moment - 1)
-    fresh = [one for one in made if one.born >= scene.points[0][2]]
+    finished = _of_others(scene)
+    fresh = [one for one in made if one.born >= scene.points[0][2] and one.address not in finished]
     known = [(one.size, births[one.born]) for one in fresh if one.born in births]
     if failed is None or failed.place is None or failed.place not in [one.place for _, one in known]:
         return
     if 2 * size_of(fresh) < size_of(made):
-        # (What is there from before is another model, which may go.)
+        # (Most is another model's, which may go.)
         return
     sizes = Counter[str]()
     for size, birth in known:
@@ -72,11 +75,25 @@ def _being_built(scene: Scene, made: Sequence[Allocation], room: int) -> Iterato
     )
     yield Cause(
         "weights_too_large",
-        f"The model is too large for this card: memory ran out while its weights were made, {human(size_of(made))} of them in "
+        f"This card has no room for all weights: memory ran out while they were made, {human(size_of(made))} of them in "
         f"{dtype}, where there is room for {human(room)}.",
         f"{narrower}bits (bitsandbytes) about {_FOUR_BITS[wide]}. Else they need several cards.",
         size_of(made),
     )
+
+
+def _of_others(scene: Scene) -> set[int]:
+    """The addresses of weights that variables lead to, of which the statement that failed speaks of none."""
+    point = next((point for point, _, _ in reversed(scene.points) if point.kind == "error"), None)
+    if point is None:
+        return set()
+    roots, spoken = scene.holdings.roots, set(_NAME.findall(point.statement))
+    return {
+        one.address
+        for one in scene.held
+        if one.kind == "parameter"
+        and all(roots[number].kind == "variable" and roots[number].name not in spoken for number in one.roots)
+    }
 
 
 def _narrower(name: str, sizes: Mapping[str, int], room: int) -> str:
