@@ -96,12 +96,12 @@ class Runner:
 runner = Runner()
 model = runner.prepare(net())
 """
-GAN = """
+RETAINING = """
 G = nn.Sequential(nn.Linear(64, 1024)).cuda()
 D = nn.Sequential(*[nn.Sequential(nn.Linear(1024, 1024), nn.ReLU()) for _ in range(4)], nn.Linear(1024, 1)).cuda()
 to_g, to_d = torch.optim.SGD(G.parameters(), 0.1), torch.optim.SGD(D.parameters(), 0.1)
 """
-GAN_STEP = """
+RETAINING_STEP = """
 for _ in range(2):
     fake = G(torch.randn(4096, 64, device="cuda"))
     d_loss = D(fake).mean() - D(torch.randn(4096, 1024, device="cuda")).mean()
@@ -279,7 +279,7 @@ GUILTY = [
     # the discriminator's part of a graph that is retained for the generator's
     Case(
         "retained_graph",
-        (GAN, GAN_STEP),
+        (RETAINING, RETAINING_STEP),
         "`.detach()` its output in the loss of `to_d`, and leave out `retain_graph=True`",
     ),
     Case(
@@ -3290,3 +3290,13 @@ for w, model in models.items():
     with notebook("A100-40GB") as book:
         cause = named(book.measured(cell), "models_in_a_list")
     assert "keeps 4 models with their gradients and states on the device" in cause.text
+
+
+def test_of_two_backwards_that_keep_their_graph_the_last_is_told() -> None:
+    """What the first one keeps, the second goes through, though it frees nothing."""
+    with notebook("A100-40GB") as book:
+        book.cell(RETAINING)
+        step = RETAINING_STEP.replace("g_loss.backward()", "g_loss.backward(retain_graph=True)")
+        cause = named(book.measured(step), "retained_graph")
+    assert "(line 11)" in cause.text
+    assert cause.remedy.startswith("Without `retain_graph=True` it is freed")
