@@ -3300,3 +3300,12 @@ def test_of_two_backwards_that_keep_their_graph_the_last_is_told() -> None:
         cause = named(book.measured(step), "retained_graph")
     assert "(line 11)" in cause.text
     assert cause.remedy.startswith("Without `retain_graph=True` it is freed")
+
+
+def test_where_a_list_of_models_grows_no_model_is_too_large() -> None:
+    cell = "league = []\nfor _ in range(40):\n    league.append(net(2048, 4))"
+    with notebook("virtual:1GiB,context=0MiB") as book:
+        report = book.measured(cell)
+    assert report.error is not None
+    assert "weights_too_large" not in names(report)
+    assert "league" in report.answer

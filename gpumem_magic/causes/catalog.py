@@ -318,6 +318,8 @@ _COVERED = {
     "data_ahead": ("growth", "kept_graphs"),
     "data_ready": ("growth", "kept_graphs", "joined_in_a_loop", "overlapping_windows"),
     "large_images": ("whole_batch", "graphs_ahead"),
+    # (In a list in which models pile up each of them has room.)
+    "weights_too_large": ("growth", "models_in_a_list", "built_beside"),
     "built_beside": ("left_over_copy",),
     "second_copy": ("growth", "left_over_copy", "model_built_again", "held_checkpoint"),
     "left_over_copy": ("growth",),
