@@ -366,7 +366,8 @@ for n in range(4):
 def test_what_a_frame_of_pandas_holds_is_the_frames(book: Notebook) -> None:
     with book.forgetting():
         report = book.measured(FRAME)
-    assert [(one.kept_by, one.category) for one in report.tensors(at=report.checkpoints[-1])] == [("frame", "inputs")]
+    at_the_end = report.tensors(at=report.checkpoints[-1])
+    assert [(one.kept_by, one.category) for one in at_the_end if one.category != "workspace"] == [("frame", "inputs")]
 
 
 def test_an_array_of_numbers_or_texts_costs_a_search_nothing(book: Notebook) -> None:
@@ -374,7 +375,7 @@ def test_an_array_of_numbers_or_texts_costs_a_search_nothing(book: Notebook) -> 
         report = book.measured(
             "import numpy\nkept = numpy.arange(9)\nwords = numpy.array(['a', None], object)\ny = mib(8)"
         )
-    assert [one.kept_by for one in report.tensors()] == ["y"]
+    assert [one.kept_by for one in report.tensors() if one.category != "workspace"] == ["y"]
 
 
 def test_growth_that_no_name_leads_to_sends_nobody_to_look_for_one(book: Notebook) -> None:
@@ -418,7 +419,9 @@ def test_weights_that_are_gone_by_the_end_are_their_models(book: Notebook) -> No
     )
     with book.forgetting():
         book.cell(f"{made}model = Net()")
-        assert "are parameters of `model`. Peak at the start." in book.measured("del model").answer
+        said = book.measured("del model").answer
+    assert "are parameters of `model`" in said
+    assert "Peak at the start." in said
 
 
 @pytest.mark.parametrize(

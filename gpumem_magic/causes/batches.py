@@ -63,7 +63,7 @@ def _too_many(scene: Scene, wanted: int) -> Iterator[Cause]:
         return
     batch = Batch(scene)
     parts = batch.parts_of(scene.timeline.live_at(scene.moment))
-    failed = batch.births.get(scene.moment - 1)
+    failed = scene.failed
     size = size_of(parts) + (wanted if batch.has(failed) and not _is_a_gradient(scene, failed) else 0)
     total = size_of(scene.timeline.live_at(scene.moment)) + wanted
     row = failed_row(scene.report)

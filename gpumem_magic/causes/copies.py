@@ -15,7 +15,7 @@ from gpumem_magic.causes.places import emptied_by, in_common, quoted, spots, tog
 from gpumem_magic.causes.written import Written
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.holders import joined
-from gpumem_magic.owners.model import Held, Root, size_of
+from gpumem_magic.owners.model import KINDS_OF_A_MODEL, Held, Root, size_of
 from gpumem_magic.recording.model import FORWARD, Span
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
@@ -29,7 +29,6 @@ _AVERAGE_ELSEWHERE = (
     'It is the average of the weights. With `AveragedModel(model, device="cpu")` it takes nothing here, and each update brings '
     "the weights there: an update every few steps makes that cheap."
 )
-_OF_A_MODEL = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
 _PARTS = frozenset({"dict", "OrderedDict", "list", "tuple", "Tensor"})
 _COPIED = {"parameters": "the weights", "optimizer_state": "the optimizer's states"}
 _LOAD = re.compile(r"\btorch\.load\s*\((?P<arguments>[^\n]*)")
@@ -179,7 +178,7 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             every = all(one.statement is not None for one in keepers)
             remedy = f"`{'; '.join(code)}` before building it again." if every else ""
             taken = max(freed, taken)
-        elif (emptied := _emptied_in_library(scene, both, new)) is not None:
+        elif (emptied := _kept_beside(scene, both, new)) is not None:
             owner, method, freed = emptied
             text = f"The previous model is still on the device: `{owner}` keeps it, {human(freed)} with its gradients and states."
             remedy = f"`{method}()` empties it: call it before building the model again."
@@ -460,27 +459,27 @@ def _keepers(scene: Scene, allocations: list[Allocation]) -> list[Root]:
     return [scene.holdings.roots[number] for number in sorted(everyone)] if common else []
 
 
-def _emptied_in_library(
-    scene: Scene, old: Sequence[Allocation], new: Sequence[Allocation]
-) -> tuple[str, str, int] | None:
+def _kept_beside(scene: Scene, old: Sequence[Allocation], new: Sequence[Allocation]) -> tuple[str, str, int] | None:
     """An object in whose list the old weights are beside the new ones (`Accelerator`), its method that empties that, and what it
     keeps of the former; None where the new ones have no other name."""
     before, now = ({one.address for one in each if one.freed is None} for each in (old, new))
     former = [one for one in scene.held if one.address in before]
     fresh = [one for one in scene.held if one.address in now]
-    if not former or len(former) < len(before) or len({one.roots for one in former}) > 1:
+    if not former or len(former) < len(before) or len(set().union(*(one.roots for one in former))) > 1:
         return None
-    roots = set(former[0].roots)
-    if len(roots) > 1 or not all(roots < set(one.roots) for one in fresh):
+    (holder,) = alone = former[0].roots
+    if not all(holder in one.roots and len(one.roots) > 1 for one in fresh):
         return None
-    method = emptied_by(scene, former, former[0].place)
-    everything = [one for one in scene.held if set(one.roots) == roots and _is_of_before(scene, one, new)]
+    method, first = emptied_by(scene, former, former[0].place), min(one.born for one in new)
+    everything = [
+        one
+        for one in scene.held
+        if one.roots == alone
+        and one.kind in KINDS_OF_A_MODEL
+        and (made := scene.alive.get(one.address)) is not None
+        and made.born < first
+    ]
     return (method.rpartition(".")[0], method, size_of(everything)) if method else None
-
-
-def _is_of_before(scene: Scene, one: Held, new: Sequence[Allocation]) -> bool:
-    made = scene.alive.get(one.address)
-    return one.kind in _OF_A_MODEL and made is not None and made.born < min(each.born for each in new)
 
 
 def _shape(one: Held) -> tuple[str, tuple[int, ...]]:

@@ -33,7 +33,7 @@ _SECOND = 2
 
 def graphs_alive(scene: Scene) -> Iterator[Cause]:
     """What keeps the graphs of several iterations: a list of losses, a running total of them, a state that is carried along."""
-    graphs = [one for one in scene.held if one.kind == "graph" and _is_the_programs(scene, one)]
+    graphs = [one for one in scene.held if one.kind == "graph" and is_the_programs(scene, one)]
     # Neither was saved for a backward.
     graphs = [one for one in graphs if A_LEAF not in one.place and not outlived_a_backward(scene, one)]
     told_apart = [one if graphs_of(scene, one) >= 2 else _with_shared(scene, one, graphs) for one in spots(graphs)]
@@ -47,9 +47,7 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
         # (They go when the next turn makes its own: `unused_graphs` tells of them.)
         return
     count = max(count for one, count in counted if one in found)
-    freed = detach(scene, found)
-    theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
-    all_of_it = size_of(one for spot in found for one in spot.held if one.address in theirs)
+    freed, all_of_it = detach(scene, found), by_graphs_alone(scene, found)
     if 2 * freed < all_of_it:
         # Others reach the same graph: all have to let go.
         freed = all_of_it
@@ -106,14 +104,19 @@ def graphs_alive(scene: Scene) -> Iterator[Cause]:
 
 
 def _are_of_one_turn(scene: Scene, spot: Spot) -> bool:
-    """Whether all of them were made in one turn of a loop behind others, and a backward of that turn has gone through none."""
+    """Whether all of them, through which no backward has gone, were made in one turn of a loop, behind others, that has one."""
     turns = {scene.turn_of(born_at(scene, one)) for one in spot.held}
     first = turns.pop()
     if turns or first is None or first[1][0] < _SECOND:
         return False
-    outermost = first[0][0], first[1][0]
-    of_backwards = (scene.turn_of(scene.start_of(one)) for one in scene.spans(BACKWARD))
-    return any(one is not None and (one[0][0], one[1][0]) == outermost for one in of_backwards)
+    now = scene.outermost_turn(born_at(scene, spot.held[0]))
+    return any(scene.outermost_turn(scene.start_of(one)) == now for one in scene.spans(BACKWARD))
+
+
+def by_graphs_alone(scene: Scene, found: Iterable[Spot]) -> int:
+    """Bytes of these that would come back if no tensor had a graph: more than if theirs alone went, where others have it, too."""
+    theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
+    return size_of(one for spot in found for one in spot.held if one.address in theirs)
 
 
 def _retained_for_the_list(scene: Scene, main: Spot) -> Written | None:
@@ -152,7 +155,7 @@ def _carried_on(carrier: str, where: Written, names: Sequence[str], count: int, 
     )
 
 
-def _is_the_programs(scene: Scene, one: Held) -> bool:
+def is_the_programs(scene: Scene, one: Held) -> bool:
     """Whether a variable of the program keeps it, or one of a function of its own that has just failed. (Of what an earlier error
     left `kept_errors` tells: nobody detaches that.)"""
     root = scene.holdings.roots[one.roots[0]]

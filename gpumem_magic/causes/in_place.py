@@ -53,8 +53,7 @@ def in_place(scene: Scene) -> Iterator[Cause]:
 
 def second_of_its_size(scene: Scene) -> Iterator[Cause]:
     """A request that failed was for a second tensor as large as one from before the cell, number by number from it."""
-    birth = scene.recording.logs[scene.device].births.get(scene.moment - 1)
-    error = scene.report.error
+    birth, error = scene.failed, scene.report.error
     if error is None or not error.wanted or birth is None or not birth.inputs or scene.spans(BACKWARD):
         return
     form = birth.shape, birth.dtype

@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import accumulate
 from math import prod
 
 from gpumem_magic.causes.alike import made_at
@@ -118,9 +119,8 @@ def data_ready(scene: Scene) -> Iterator[Cause]:
         )
         several = len({one.address for one in spot.held}) >= _PARTS
         # (A loop may go over the object whose attribute it is.)
-        whole = spot.place.split(".")
-        named = "|".join(re.escape(".".join(whole[: end + 1])) for end in range(len(whole)))
-        named = rf"\b(?:{named})\b"
+        owners = accumulate(spot.place.split("."), "{}.{}".format)
+        named = rf"\b(?:{'|'.join(map(re.escape, owners))})\b"
         taken = rf"{named}\s*\[[^\n\]]*[:a-z]|\bin\b[^:\n]*{named}[^:\n]*:"
         sliced = re.search(rf"{named}\s*\[[^\n\],\[]*:[^\n\]]*\]", scene.typed) is not None
         if spot.size < max(WORTH, scene.part_of_peak(2)) or not scene.loops:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_magic.causes.detaching import detaching
+from gpumem_magic.causes.graphs import by_graphs_alone, is_the_programs
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.own_functions import backward_went_through
-from gpumem_magic.causes.places import NAMES, added, detach, quoted, spots
+from gpumem_magic.causes.places import added, detach, quoted, spots
 from gpumem_magic.owners.model import A_LEAF, Held, size_of
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.units import human, listed
@@ -15,8 +16,8 @@ from gpumem_magic.units import human, listed
 
 def models_of_graphs(scene: Scene) -> Iterator[Cause]:
     """A backward has gone through the graph, and freed what was saved for it; but its leaves are weights with gradients."""
-    by_a_name = [one for one in scene.held if _is_by_a_name(scene, one)]
-    found = [one for one in spots(by_a_name) if _leads_to_weights(scene, one.held)]
+    graphs = [one for one in scene.held if one.kind == "graph" and is_the_programs(scene, one)]
+    found = [one for one in spots(graphs) if _leads_to_weights(scene, one.held)]
     found = [one for one in found if backward_went_through(scene, one)]
     if scene.report.error is not None or not found:
         return
@@ -24,8 +25,7 @@ def models_of_graphs(scene: Scene) -> Iterator[Cause]:
     freed = detach(scene, [spot])
     if 2 * freed < spot.size:
         # Several tensors there lead to the same graph: a loss and what it was computed of.
-        theirs = {one.address for one in scene.holdings.freed_without("graph") if one.device == scene.device}
-        freed = size_of(one for one in spot.held if one.address in theirs)
+        freed = by_graphs_alone(scene, [spot])
     kinds = {_category(scene, one) for one in spot.held}
     what = listed([LABELS[name] for name in OF_A_MODEL if name in kinds])
     model, way = ("a model", "its graph") if spot.container is None else ("models", "the graphs of its tensors")
@@ -37,10 +37,6 @@ def models_of_graphs(scene: Scene) -> Iterator[Cause]:
         detaching(scene, [spot], place, [], freed),
         freed,
     )
-
-
-def _is_by_a_name(scene: Scene, one: Held) -> bool:
-    return one.kind == "graph" and scene.holdings.roots[one.roots[0]].kind in NAMES and not one.in_traceback
 
 
 def _leads_to_weights(scene: Scene, held: tuple[Held, ...]) -> bool:

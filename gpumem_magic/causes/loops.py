@@ -365,16 +365,16 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
     only = calls[0] if len(calls) == 1 and calls[0].where and len(scene.program.calls("backward")) > 1 else None
     ranges = [(scene.start_of(one), scene.end_of(one)) for one in backwards]
     # The last of a turn of the outermost loop has no other after it that may use a part of the same graph.
-    last = {_outermost(scene, start): (start, done) for start, done in ranges}
+    last = {scene.outermost_turn(start): (start, done) for start, done in ranges}
     rows = {done: next((p for p, begin, stop in scene.statements if begin <= done <= stop), None) for _, done in ranges}
+    keeping = ranges
+    if only is None:
+        # Of several of a turn that keep theirs the last: what it shares with those before is in use, though nobody lets go of it.
+        those = (each for each in ranges if (row := rows[each[1]]) is not None and row.line in lines)
+        keeping = list({scene.outermost_turn(each[0]): each for each in those}.values())
     worst, words, is_last = 0, "", False
-    for start, done in ranges:
+    for start, done in keeping:
         row = rows[done]
-        if only is None and (row is None or row.line not in lines):
-            continue
-        if only is None and _keeps_on(scene, start, done, [one for one, end in ranges if _line_of(rows[end]) in lines]):
-            # (What it shares with that one is in use, though nobody lets go of it.)
-            continue
         is_saved_only = only is not None or (start, done) not in last.values()
         left = [
             one
@@ -400,18 +400,3 @@ def kept_by_retain_graph(scene: Scene) -> Iterator[Cause]:
         remedy if is_last else SHARED,
         worst,
     )
-
-
-def _keeps_on(scene: Scene, start: int, done: int, keeping: Iterable[int]) -> bool:
-    """Whether a later backward of the same turn keeps its graph, too. keeping: where those begin that do."""
-    turn = _outermost(scene, start)
-    return any(one >= done and _outermost(scene, one) == turn for one in keeping)
-
-
-def _line_of(row: Checkpoint | None) -> int:
-    return 0 if row is None else row.line or 0
-
-
-def _outermost(scene: Scene, position: int) -> tuple[int, ...]:
-    turn = scene.turn_of(position)
-    return () if turn is None else (turn[0][0], turn[1][0])

@@ -142,6 +142,14 @@ class Scene:
         return self.peak if failed is None or error is None or error.requested is None else failed
 
     @property
+    def failed(self) -> Birth | None:
+        """How what the request that failed was for was to come to be; None where that is not known, or none failed."""
+        error = self.report.error
+        if error is None or not error.wanted:
+            return None
+        return self.recording.logs[self.device].births.get(self.moment - 1)
+
+    @property
     def end(self) -> int:
         return len(self.timeline)
 
@@ -298,6 +306,11 @@ class Scene:
         """The loops around the statement that ran at a position, and which iteration of each it was; None outside of loops."""
         point = self.tensors.statement_at(position) if self.tensors is not None else None
         return (point.loops, point.iteration) if point is not None and point.loops else None
+
+    def outermost_turn(self, position: int) -> tuple[int, int] | None:
+        """The line of the outermost loop around a position, and which of its turns that is in; None outside of loops."""
+        turn = self.turn_of(position)
+        return None if turn is None else (turn[0][0], turn[1][0])
 
     def highest_without(self, parts: Iterable[Allocation], share: int = 1, until: int | None = None) -> tuple[int, int]:
         """The highest that would be allocated, up to a position, if one part in `share` of these blocks went, in bytes, and at

@@ -22,6 +22,7 @@ from gpumem_magic.owners.model import (
     Station,
     size_of,
 )
+from gpumem_magic.recording.model import OF_A_GRAPH
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import counted, human
 
@@ -129,7 +130,7 @@ def module_of(one: Held) -> str:
 
 def base(one: Held) -> str:
     """The place of what keeps an allocation; of a graph's, of the tensor that keeps the graph."""
-    return one.place.removeprefix("graph of ").partition(": ")[0]
+    return one.place.removeprefix(OF_A_GRAPH).partition(": ")[0]
 
 
 def variable_of(one: Held) -> tuple[str, str] | None:

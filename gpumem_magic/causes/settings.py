@@ -217,10 +217,11 @@ def dense_lookup_gradient(scene: Scene) -> Iterator[Cause]:
 def _of_lookups(scene: Scene) -> Iterator[_Lookup]:
     """Those at the moment, and that of the request that failed."""
     births, error = scene.recording.logs[scene.device].births, scene.report.error
-    known = [(one.size, births[one.born], one) for one in scene.timeline.live_at(scene.moment) if one.born in births]
-    failed = births.get(scene.moment - 1)
-    wanted = [] if error is None or not error.wanted or failed is None else [(error.wanted, failed, None)]
-    for size, birth, gradient in [*known, *wanted]:
+    living = (one for one in scene.timeline.live_at(scene.moment) if one.born in births)
+    known: list[tuple[int, Birth, Allocation | None]] = [(one.size, births[one.born], one) for one in living]
+    if error is not None and error.wanted and scene.failed is not None:
+        known.append((error.wanted, scene.failed, None))
+    for size, birth, gradient in known:
         if birth.kernel not in _LOOKUPS or birth.shape is None:
             continue
         read = max((prod(shape) for shape, dtype in birth.inputs if dtype in ("int64", "int32")), default=0)

@@ -234,16 +234,15 @@ def _keeper_of_scores(scene: Scene, birth: Birth, count: int) -> str:
 def _scores_that_failed(scene: Scene) -> tuple[Birth, list[int], int] | None:
     """The same where the request that failed was for the first of them, or for what is made of them before they are multiplied
     with the values: square, of an attention by its name."""
-    births = scene.recording.logs[scene.device].births
-    birth = births.get(scene.moment - 1)
-    error = scene.report.error
-    if error is None or not error.wanted or birth is None or birth.place is None:
+    birth = scene.failed
+    if birth is None or birth.place is None:
         return None
     shape, words = birth.shape or (), f"{birth.operator} {birth.place.expression} {birth.place.function}"
     if len(shape) not in (3, 4) or not shape[-1] == shape[-2] >= _LEAST_LENGTH or "attention" not in words.lower():
         return None
     alike = [size for _, size, one in births_alive(scene) if one.shape and one.shape[-2:] == shape[-2:]]
-    products = (one.shape for one in births.values() if one.kernel in _PRODUCTS and one.shape is not None)
+    births = scene.recording.logs[scene.device].births.values()
+    products = (one.shape for one in births if one.kernel in _PRODUCTS and one.shape is not None)
     made = birth.kernel in _PRODUCTS or any(prod(one) == prod(shape) for one in products)
     return (birth, alike, shape[-1]) if made else None
 

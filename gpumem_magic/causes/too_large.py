@@ -48,14 +48,14 @@ def weights_too_large(scene: Scene) -> Iterator[Cause]:
             total,
         )
     else:
-        yield from _being_built(scene, moved, room)
+        yield from _being_built(scene, moved, room, row.statement)
 
 
-def _being_built(scene: Scene, made: Sequence[Allocation], room: int) -> Iterator[Cause]:
-    """The request that failed was for a weight, as those before it: nobody knows yet how much they will be."""
-    births = scene.recording.logs[scene.device].births
-    failed = births.get(scene.moment - 1)
-    finished = _of_others(scene)
+def _being_built(scene: Scene, made: Sequence[Allocation], room: int, statement: str) -> Iterator[Cause]:
+    """The request that failed was for a weight, as those before it: nobody knows yet how much they will be. statement: the one
+    that failed."""
+    births, failed = scene.recording.logs[scene.device].births, scene.failed
+    finished = _of_others(scene, statement)
     fresh = [one for one in made if one.born >= scene.points[0][2] and one.address not in finished]
     known = [(one.size, births[one.born]) for one in fresh if one.born in births]
     if failed is None or failed.place is None or failed.place not in [one.place for _, one in known]:
@@ -82,12 +82,9 @@ def _being_built(scene: Scene, made: Sequence[Allocation], room: int) -> Iterato
     )
 
 
-def _of_others(scene: Scene) -> set[int]:
-    """The addresses of weights that variables lead to, of which the statement that failed speaks of none."""
-    point = next((point for point, _, _ in reversed(scene.points) if point.kind == "error"), None)
-    if point is None:
-        return set()
-    roots, spoken = scene.holdings.roots, set(_NAME.findall(point.statement))
+def _of_others(scene: Scene, statement: str) -> set[int]:
+    """The addresses of weights that variables lead to, of which a statement speaks of none."""
+    roots, spoken = scene.holdings.roots, set(_NAME.findall(statement))
     return {
         one.address
         for one in scene.held

@@ -10,13 +10,12 @@ from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import MODULE, added, base, quoted, spots, variable_of, within
 from gpumem_magic.causes.readings import is_read_again
 from gpumem_magic.owners.holders import joined
-from gpumem_magic.owners.model import Held, Station, size_of
+from gpumem_magic.owners.model import KINDS_OF_A_MODEL, Held, Station, size_of
 from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.failure import failed_request
 from gpumem_magic.report.model import Cause
 from gpumem_magic.units import human, listed
 
-_KINDS = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
 # Text of a program that is run by it is not read.
 _RUNS_TEXT = frozenset({"exec", "run_line_magic", "run_cell"})
 _MANY, _BOTH = 4, 2
@@ -40,7 +39,7 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
         made = scene.alive.get(one.address)
         # (What was shown as a result is used by no cell.)
         holders = [number for number in one.roots if roots[number].kind != "out"]
-        if one.kind not in _KINDS or made is None or made.born >= 0 or not holders:
+        if one.kind not in KINDS_OF_A_MODEL or made is None or made.born >= 0 or not holders:
             continue
         if all(roots[number].kind == "variable" and roots[number].name not in scene.mentioned for number in holders):
             its.setdefault(holders[0], []).append(one)
@@ -90,7 +89,7 @@ def unused_of_several(scene: Scene) -> Iterator[Cause]:
         model = next((each.place for each in one.trail if MODULE in each.bases), "")
         known.add(model)
         made = scene.alive.get(one.address)
-        if one.kind in _KINDS and made is not None and made.born < 0 and model.endswith("]"):
+        if one.kind in KINDS_OF_A_MODEL and made is not None and made.born < 0 and model.endswith("]"):
             its.setdefault(model.rpartition("[")[0], {}).setdefault(model, []).append(one)
     ran = {one.label for one in steps if one.kind == FORWARD}
     if not ran <= known:
@@ -159,7 +158,7 @@ def finished_models(scene: Scene) -> Iterator[Cause]:
 def models_in_a_list(scene: Scene) -> Iterator[Cause]:
     """Models of one kind in a list or dictionary of the program's, which are trained one after the other: none while another is.
     (What only answers may do so for each batch: an ensemble. It is told where memory ran out.)"""
-    here = [one for one in scene.held if one.kind in _KINDS and one.address in scene.alive]
+    here = [one for one in scene.held if one.kind in KINDS_OF_A_MODEL and one.address in scene.alive]
     for spot in spots(one for one in here if one.kind == "parameter"):
         if spot.container is None or any(MODULE in at.bases for at in _before(spot.held[0], spot.container.node)):
             continue

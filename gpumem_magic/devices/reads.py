@@ -151,17 +151,17 @@ class Reads:
         """The line runs an operator that fails for some values. Noted where the program would catch that."""
         stack = tuple(_stack(line))
         if any(whose(place[0]) == OWN and is_tried(*place) for place in (line, *stack)):
-            self.stacks.setdefault(line, stack)
-            self.counts[line] += 1
-            self.latest = line
-            self.marks[line[0], line[1], "tried"] += 1
+            self._mark(line, stack, "tried")
 
     def works(self, line: _Line) -> None:
         """The line runs an operator whose own memory goes by values that nobody knows."""
-        self.stacks.setdefault(line, tuple(_stack(line)))
+        self._mark(line, tuple(_stack(line)), "working")
+
+    def _mark(self, line: _Line, stack: tuple[_Line, ...], mark: str) -> None:
+        self.stacks.setdefault(line, stack)
         self.counts[line] += 1
         self.latest = line
-        self.marks[line[0], line[1], "working"] += 1
+        self.marks[line[0], line[1], mark] += 1
 
     def places(self, line: _Line) -> tuple[tuple[int, int], ...]:
         """Where in the line it was read: lines, and columns in bytes. Empty where Python does not tell, as before 3.11."""

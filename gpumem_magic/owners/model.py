@@ -25,6 +25,8 @@ OF_FUNCTION = re.compile(rf"{_OWN}(?P<function> of (?P<called>\w*).*)", re.DOTAL
 _HERE = re.compile(rf"{_OWN} of (?P<called>\w+)\(\), in {THIS_ERROR}")
 # The place of what the code works with that PyTorch's compiler wrote: ``compiled code, in this error's traceback``.
 COMPILED_CODE = "compiled code"
+# What goes where a model goes, by the kinds of `Held`.
+KINDS_OF_A_MODEL = frozenset({"parameter", "buffer", "gradient", "optimizer_state"})
 # In a graph, what a custom function keeps itself: ``graph of loss: ctx.extra of swish``.
 ON_CTX = ": ctx"
 # In a graph, a leaf that has no name any more, and its gradient.

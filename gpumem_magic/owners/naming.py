@@ -41,6 +41,7 @@ from gpumem_magic.owners.model import (
     Root,
 )
 from gpumem_magic.owners.traversal import Traversal
+from gpumem_magic.recording.model import OF_A_GRAPH
 
 # What a step costs: a name through a module is better than one through an optimizer, and a graph is the last resort.
 _COSTS = {"grad": 3, "graph": 1000, "saved": 5, "next": 1, "variable": 1000}
@@ -59,7 +60,6 @@ _TURN = 60
 _TABLES = ("_parameters", "_buffers", "_modules")
 _LONGEST = 60
 _ID = 1 << 40
-_GRAPH = "graph of "
 _TRACEBACK = "traceback"
 
 
@@ -93,7 +93,7 @@ class Namer:
 
     def is_in_graph(self, number: int) -> bool:
         """Whether the best path goes through autograd's graph."""
-        return self.place(number).startswith(_GRAPH)
+        return self.place(number).startswith(OF_A_GRAPH)
 
     def place(self, number: int) -> str:
         """The name of what has this number."""
@@ -126,7 +126,12 @@ class Namer:
         label = self._inside[parent].get(id(thing), "")
         if label.startswith(" "):
             return f"{label[1:]}{self._within(parent)}"
-        if label and start.startswith(_GRAPH) and ": " not in start and (node := self._node_around(parent)) is not None:
+        if (
+            label
+            and start.startswith(OF_A_GRAPH)
+            and ": " not in start
+            and (node := self._node_around(parent)) is not None
+        ):
             return f"{start}{ON_CTX}{label} of {autograd.operation_of(node)}"
         return _joined(start, label)
 
@@ -156,7 +161,7 @@ class Namer:
         if kind == "grad":
             return _joined(start, ".grad")
         if kind == "graph":
-            return start if start.startswith(_GRAPH) else f"{_GRAPH}{start}"
+            return start if start.startswith(OF_A_GRAPH) else f"{OF_A_GRAPH}{start}"
         base = start.partition(": ")[0]
         if kind == "saved":
             operation = autograd.operation_of(self._walk.objects[parent])

@@ -111,7 +111,9 @@ class Sighting(NamedTuple):
 
 # What keeps a tensor: a variable's name, a list or dictionary that a name leads to, autograd's graph, or nothing: a temporary.
 KEPT_BY_NAME, KEPT_BY_LIST, KEPT_BY_GRAPH, NOT_KEPT, NOT_KNOWN = "name", "list", "backward", "temporary", "unknown"
-# How the place of what only its own references keep begins.
+# How the place of what a tensor's graph keeps begins (``graph of loss: self saved by gelu``), and of what only its own references
+# keep.
+OF_A_GRAPH = "graph of "
 OF_A_CYCLE = "a reference cycle"
 # And what of it is PyTorch's compiler's.
 OF_A_TRACE = "`torch.compile`'s, from tracing"

@@ -125,9 +125,14 @@ def _is_answered(report: ReportData) -> bool:
     causes = report.shown_causes
     if any(cause.name == _SOUND for cause in causes) or any(cause.name in _OF_EACH for cause in causes[:1]):
         return True
-    blaming = next((cause for cause in causes if not cause.describes), None)
+    blaming = _blaming(report)
     failed = report.error is not None and report.error.requested is not None
     return failed or (blaming is not None and _is_part(blaming, report, _MAIN))
+
+
+def _blaming(report: ReportData) -> Cause | None:
+    """The first cause that could be mended."""
+    return next((cause for cause in report.shown_causes if not cause.describes), None)
 
 
 def _read_at(one: StandIn) -> str:
@@ -142,7 +147,7 @@ def _plain(report: ReportData) -> str:
     if not report.peak.allocated and report.error is None:
         return "Nothing was put on the device."
     shown = report.shown_causes
-    blaming = next((cause for cause in shown if not cause.describes), None)
+    blaming = _blaming(report)
     if blaming is not None and _is_part(blaming, report, _WORTH):
         # (What it leaves open is told besides.)
         less = report.error is None and not _is_part(blaming, report, _MAIN)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from gpumem_magic.attribution.sites import GATHERERS, TRIALS
 from gpumem_magic.attribution.tensors import FROM
-from gpumem_magic.recording.model import OF_A_CYCLE
+from gpumem_magic.recording.model import OF_A_CYCLE, OF_A_GRAPH
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, TensorGroup
 from gpumem_magic.report.tensors import number_range
 from gpumem_magic.units import amount, shape_words
@@ -28,7 +28,6 @@ _NEARLY_ALL = 90
 _VAGUE = frozenset({"unknown", "temporaries"})
 _MOST_LABELS = 2
 _BEHIND_A_PLACE = re.compile(r" of | and \d")
-_OF_A_GRAPH = re.compile(r"graph of (?P<tensor>[^:]+)")
 # A word that needs one.
 _EXPLAINED = {"workspace": " (scratch memory of cuBLAS and cuDNN)"}
 _NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
@@ -201,7 +200,8 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     if part and _is_nameless(members):
         return f"{amount(size)} are {LABELS[first.category]}{part}"
     if first.category in OF_A_MODEL:
-        link = ", kept by" if re.search(r"[.\[]|^graph of ", first.kept_by) else " of"
+        is_a_place = first.kept_by.startswith(OF_A_GRAPH) or re.search(r"[.\[]", first.kept_by)
+        link = ", kept by" if is_a_place else " of"
         of = f"{link} {_in_code(first.kept_by)}" if first.kept_by else ""
         of = f" that `{first.kept_by}` gathered for layers at work" if first.kept_by in GATHERERS else of
         return f"{amount(size)} are {LABELS[first.category]}{of}{part}"
@@ -317,8 +317,8 @@ def _in_code(place: str) -> str:
     cycle's own words are no code.)"""
     if "`" in place or place.startswith(OF_A_CYCLE):
         return place
-    if (graph := _OF_A_GRAPH.match(place)) is not None:
+    if place.startswith(OF_A_GRAPH):
         # (Which of its leaves, or what saved it, is the table's.)
-        return f"the graph of {_in_code(graph['tensor'])}"
+        return f"the {OF_A_GRAPH}{_in_code(place.removeprefix(OF_A_GRAPH).partition(':')[0])}"
     variable = _BEHIND_A_PLACE.split(place, maxsplit=1)[0]
     return f"`{variable}`{place.removeprefix(variable)}"
