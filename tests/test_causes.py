@@ -1277,6 +1277,16 @@ GUILTY += [
         "they take half of that; in four bits (bitsandbytes) about an eighth",
     ),
     Case(
+        "weights_too_large",
+        (
+            "class Narrow(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+            "        numbers = torch.empty(1 << 30, dtype=torch.int8, device='cuda')\n"
+            "        self.weight = nn.Parameter(numbers, requires_grad=False)",
+            "body = nn.Sequential(*[Narrow() for _ in range(50)])",
+        ),
+        "In four bits (bitsandbytes) about half of that.",
+    ),
+    Case(
         "models_of_graphs",
         (
             "def train():\n    body = net(2048, 4)\n    loss = body(torch.rand(64, 2048, device='cuda')).mean()\n"

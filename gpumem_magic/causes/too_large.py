@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
+from gpumem_magic.causes.alike import bytes_of
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.owners.model import size_of
@@ -15,13 +16,12 @@ from gpumem_magic.report.model import OUTSIDE_CATEGORIES, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human
 
-# Bytes of a number, of the types that have twice what 16 bits need, or more.
-_WIDE = {"float32": 4, "float64": 8}
-_HALF, _OF_FOUR_BITS = 2, 4
+# Bytes of a number in bfloat16, and bits of one in four bits.
+_HALF, _FOUR = 2, 4
 _NAME = re.compile(r"[^\W\d]\w*")
-# How much of a weight, by how many times 16 bits it has, is left in bfloat16, and in four bits.
-_PARTS = {2: "half of that", 4: "a quarter of that"}
-_FOUR_BITS = {1: "a quarter", 2: "an eighth", 4: "a sixteenth"}
+# A type in which several numbers are packed: nobody knows how narrow they are.
+_PACKED = frozenset({"uint8"})
+_PARTS = {2: "half of that", 4: "a quarter of that", 8: "an eighth of that", 16: "a sixteenth of that"}
 
 
 def weights_too_large(scene: Scene) -> Iterator[Cause]:
@@ -67,19 +67,25 @@ def _being_built(scene: Scene, made: Sequence[Allocation], room: int, statement:
     for size, birth in known:
         sizes[birth.dtype] += size
     ((dtype, _),) = sizes.most_common(1)
-    wide = _WIDE.get(dtype, _HALF) // _HALF
-    narrower = (
-        f"In bfloat16 (`dtype=torch.bfloat16`, or `torch.set_default_dtype` while it is built) they take {_PARTS[wide]}; in four "
-        if wide in _PARTS
-        else "In four "
-    )
     yield Cause(
         "weights_too_large",
         f"This card has no room for all weights: memory ran out while they were made, {human(size_of(made))} of them in "
         f"{dtype}, where there is room for {human(room)}.",
-        f"{narrower}bits (bitsandbytes) about {_FOUR_BITS[wide]}. Else they need several cards.",
+        _narrower_from_the_start(dtype),
         size_of(made),
     )
+
+
+def _narrower_from_the_start(dtype: str) -> str:
+    """What those that nobody has counted yet would take in fewer bits."""
+    width = bytes_of((), dtype)
+    if dtype in _PACKED:
+        return "They need several cards."
+    four_bits = f"four bits (bitsandbytes) about {_PARTS[width * 8 // _FOUR]}. Else they need several cards."
+    if width <= _HALF:
+        return f"In {four_bits}"
+    how = "`dtype=torch.bfloat16`, or `torch.set_default_dtype` while it is built"
+    return f"In bfloat16 ({how}) they take {_PARTS[width // _HALF]}; in {four_bits}"
 
 
 def _of_others(scene: Scene, statement: str) -> set[int]:
@@ -95,9 +101,13 @@ def _of_others(scene: Scene, statement: str) -> set[int]:
 
 def _narrower(name: str, sizes: Mapping[str, int], room: int) -> str:
     """What they take in fewer bits."""
-    half = sum(size * _HALF // _WIDE.get(dtype, _HALF) for dtype, size in sizes.items())
-    four_bits = half // _OF_FOUR_BITS
+    half = sum(size * _HALF // max(_HALF, bytes_of((), dtype)) for dtype, size in sizes.items())
+    packed = sum(sizes[dtype] for dtype in _PACKED & sizes.keys())
+    numbers = sum(size // bytes_of((), dtype) for dtype, size in sizes.items() if dtype not in _PACKED)
+    four_bits = packed + numbers * _FOUR // 8
     if half == sum(sizes.values()):
+        if four_bits == half:
+            return "They need several cards."
         return f"In four bits (bitsandbytes) they take about {human(four_bits)}; else they need several cards."
     words = f"In bfloat16 (`{name}.to(torch.bfloat16)`, before they are moved) they take {human(half)}"
     if half < room:
