@@ -14,7 +14,7 @@ from causes_cells import SETUP, named, names, notebook
 from test_causes_at_the_peak import TOLD
 
 from gpumem_magic import causes
-from gpumem_magic.causes import catalog, shortage
+from gpumem_magic.causes import catalog, from_files, shortage
 from gpumem_magic.causes.program import read_program
 from gpumem_magic.causes.written import Written
 from gpumem_magic.units import human
@@ -2916,7 +2916,8 @@ def test_every_detector_has_a_case() -> None:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__annotations__.get("return") == "Iterator[Cause]" and name[0] != "_"
     }
-    assert defined == {detector.__name__ for detector in catalog.DETECTORS}
+    known = (*catalog.DETECTORS, *from_files.DETECTORS)
+    assert defined == {detector.__name__ for detector in known}
 
 
 def test_what_the_cell_uses_is_not_offered_for_deletion() -> None:

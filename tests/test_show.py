@@ -575,7 +575,14 @@ def test_the_answer_names_a_place_where_all_is_from_it_and_else_all_of_the_categ
         groups = [TensorGroup(100 * MIB, 1, "temporaries", inner=place) for place in places]
         return in_words([*groups, TensorGroup(60 * MIB, 9, "")], {"temporaries": 260 * MIB})
 
-    assert told("a.py:1 f", "b.py:2 g") == "260 MiB are temporaries"
+    assert told("a.py:1 f", "b.py:2 g") == "260 MiB are temporaries (100 MiB by a.py:1 f)"
+    assert told("a.py:1 f", "") == "260 MiB are temporaries (100 MiB by a.py:1 f)"
+    nearly = [
+        TensorGroup(size * MIB, 1, "temporaries", inner=place) for size, place in ((5, "b.py:2 g"), (95, "a.py:1"))
+    ]
+    assert in_words(nearly, {"temporaries": 100 * MIB}) == "100 MiB are temporaries, nearly all of a.py:1"
+    several = [TensorGroup(20 * MIB, 1, "temporaries", inner=f"a.py:{line}") for line in range(6)]
+    assert in_words(several, {"temporaries": 120 * MIB}) == "120 MiB are temporaries"
     assert told("a.py:1 f", "a.py:1 f") == "200 MiB are temporaries of a.py:1 f"
     assert told("", "") == "260 MiB are temporaries"
 

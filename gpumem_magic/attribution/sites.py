@@ -109,6 +109,11 @@ def _sign(filename: str, name: str) -> tuple[bool, str]:
     return False, next((kind for kind, pattern in _NATIVE_SIGNS if pattern.search(name)), "")
 
 
+def tells_a_part(frame: Frame) -> bool:
+    """Whether it is a function of a module's, an optimizer's or autograd's, or one that fills or makes a model."""
+    return bool(_sign(frame.filename, frame.name)[1])
+
+
 def _signs(frames: Sequence[Frame]) -> tuple[list[str], list[str]]:
     """What the Python frames show, and the C++ frames, each innermost first."""
     python: list[str] = []

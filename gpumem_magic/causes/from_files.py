@@ -7,13 +7,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.causes import training
+from gpumem_magic.causes import forwards_by_stacks, growth_by_stacks, training
 from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Moment, Span
 from gpumem_magic.report.answer import answer_of
 from gpumem_magic.report.model import ReportData
 
-_DETECTORS: tuple[Detector, ...] = (
+DETECTORS: tuple[Detector, ...] = (
+    growth_by_stacks.growth,
+    forwards_by_stacks.without_backward,
     training.late_zero_grad,
     training.optimizer_states,
     training.optimizer_temporaries,
@@ -26,7 +28,7 @@ def explained(report: ReportData, view: DeviceView, annotated: Iterable[tuple[st
     """The report with its causes, before its notes. annotated: names and positions of the program's ranges."""
     recording = replace(view.recording, spans=tuple(_phases(view, annotated)))
     scene = Scene(recording, view.device, view.timeline, view.labels, report)
-    causes, failures = answers_of(_DETECTORS, scene)
+    causes, failures = answers_of(DETECTORS, scene)
     causes = [one for one in causes if one.describes or scene.is_large(one.bytes)]
     causes.sort(key=lambda one: (one.describes, -one.bytes))
     report = replace(report, remarks=(*causes, *report.remarks, *failures))

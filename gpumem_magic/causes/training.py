@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from gpumem_magic.causes.model import Scene, partnered, requested
@@ -193,7 +193,7 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
         if size_of(new) - size_of(instead) < scene.part_of_peak(10) or not parameters:
             continue
         times = round(size_of(new) / parameters)
-        near = all_of_them and times >= 1 and _is_near(size_of(new), times * parameters)
+        near = all_of_them and times >= 1 and _is_near(size_of(new), times * parameters) and _are_alike(new, ours)
         # (Beside copies that are whole for a moment, or parameters that nobody steps, it would be a figure of its own.)
         of_all = _is_near(parameters, size_of(scene.living_in(scene.moment, "parameters")))
         whole = (
@@ -207,6 +207,13 @@ def optimizer_states(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def _are_alike(states: Sequence[Allocation], parameters: Iterable[Allocation]) -> bool:
+    """Whether nearly all states have a parameter's size, in a type as wide, or wider: else they are of something else (an image
+    that is optimized, say)."""
+    sizes = {one.requested * times for one in parameters for times in (1, 2, 4)}
+    return 10 * size_of(one for one in states if one.requested in sizes) >= 9 * size_of(states)
 
 
 def _fewer_states(scene: Scene, times: int) -> str:

@@ -22,6 +22,8 @@ from gpumem_magic.units import amount, shape_words
 _ENOUGH, MOST = 80, 3
 # A category of which nothing else is told is named where it is one part in so many.
 _NAMED = 8
+# A line that made one part in so many of a category is named with it.
+_MAIN = 5
 # What is said of all where it is so of nearly all, in per cent.
 _NEARLY_ALL = 90
 # These say no more of a tensor than that it is one.
@@ -209,10 +211,20 @@ def _words(members: Sequence[TensorGroup], size: int, whole: int) -> str:
     if first.operator == TRIALS:
         return f"{amount(size)} are {TRIALS}{place}, which come in the first run alone"
     if first.shape is None:
+        place = place or _main_place(members, size)
         return f"{amount(size)} are {LABELS[first.category]}{_EXPLAINED.get(first.category, '')}{place}{_kept(members)}"
     if _keeps_for_cudnn(first):
         return f"{amount(size)} are what cuDNN keeps for the backward{place}"
     return f"{amount(size)} are {_tensors(members)}{place}{_kept(members) or _labels(members)}"
+
+
+def _main_place(members: Sequence[TensorGroup], whole: int) -> str:
+    """Of those of several lines, the line that made most, where that is worth a word: `` (3,072 MiB by net.py:12 forward)``."""
+    largest = max(members, key=lambda one: one.bytes)
+    if not largest.inner or _MAIN * largest.bytes < whole:
+        return ""
+    nearly_all = 100 * largest.bytes >= _NEARLY_ALL * whole
+    return f", nearly all of {largest.inner}" if nearly_all else f" ({amount(largest.bytes)} by {largest.inner})"
 
 
 def _keeps_for_cudnn(one: TensorGroup) -> bool:
