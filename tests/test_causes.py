@@ -1655,6 +1655,12 @@ GUILTY += [
         (POINTS, "close = (x.sum(1).unsqueeze(1) - y.sum(1).unsqueeze(0)).abs() < 1"),
         "MiB. Work on some of the rows at a time.",
     ),
+    # However often, with the same few rows.
+    Case(
+        "all_pairs",
+        (POINTS, "for _ in range(5):\n    near = (x[:, None] - y[:300][None]).pow(2).sum(-1).argmin(1)"),
+        "`torch.cdist(x, y[:300])`",
+    ),
     Case("all_pairs", (POINTS, "best = torch.cdist(x, y).argmin(1)"), "one number for every pair, (2048, 3000)"),
     # each turn of a loop trains on all pairs of a batch with a bank
     Case(
@@ -1827,6 +1833,17 @@ GUILTY += [
         ),
         "batches wait on the device for their turn as `x`",
     ),
+    # A function goes over a list of all, which no name leads to.
+    Case(
+        "data_ahead",
+        (
+            "layer = nn.Linear(64, 8).cuda()\ndef parts():\n    for _ in range(12):\n"
+            "        yield torch.randn(16384, 64, device='cuda')\ndef run():\n    with torch.no_grad():\n"
+            "        return [layer(x).sum().item() for x in list(parts())]",
+            "sums = run()",
+        ),
+        "12 batches are on the device before the first of 12 forwards, and until behind the last",
+    ),
     Case(
         "trained_beside_adapters",
         (
@@ -1868,6 +1885,15 @@ GUILTY += [
             "layer(x, x, x)[0].sum().backward()",
         ),
         "(`layer(x, x, x)`, line 2): 32.0 MiB in 1 tensor of 512 x 512 for each head. `need_weights=False` in the call",
+    ),
+    # In evaluation, without gradients, one operator makes them.
+    Case(
+        "attention_scores",
+        (
+            "layer = nn.MultiheadAttention(64, 4, batch_first=True).cuda().eval()\nx = torch.randn(8, 512, 64, device='cuda')",
+            "with torch.no_grad():\n    out, scores = layer(x, x, x, average_attn_weights=False)",
+        ),
+        "`need_weights=False` in the call",
     ),
     # The values need no gradient: no product saves the scores.
     Case(
@@ -2843,7 +2869,9 @@ def test_who_works_on_some_of_the_rows_at_a_time_is_not_told_to(cell: str) -> No
     with notebook("A100-40GB,torch=2.13") as book:
         book.cell('x = torch.randn(8000, 64, device="cuda")')
         report = book.measured(cell)
-        assert set(names(report)) <= {"steady", "grown_result"}
+        # (Distances have a function of their own, however few rows there are of a time.)
+        assert set(names(report)) <= {"steady", "grown_result", "all_pairs"}
+        assert ("all_pairs" in names(report)) is ("`torch.cdist(part, x)`" in report.answer)
         assert "rows at a time" not in report.answer
         assert "part at a time" not in report.answer
 

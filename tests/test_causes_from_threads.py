@@ -852,3 +852,21 @@ def test_a_layer_of_pytorch_leads_to_what_is_in_it_and_to_its_hooks() -> None:
         used, _ = mentioned_and_unread("net(x)", {"net": one, "inner": inner, "own": small[1]})
         assert {"told", "kept", "inner", "own"} <= used
     assert "other" not in mentioned_and_unread("net(x)", {"net": small, "other": torch.nn.Linear(2, 2)})[0]
+
+
+def test_logits_that_a_list_keeps_are_not_a_losss() -> None:
+    setup = (
+        "head = nn.Linear(64, 8000).cuda()\ndef fit(turns):\n    kept = []\n    for _ in range(turns):\n"
+        "        logits = head(torch.randn(512, 64, device='cuda'))\n"
+        "        F.cross_entropy(logits, torch.zeros(512, dtype=torch.long, device='cuda')).backward()\n"
+        "        kept.append(logits.detach())\n    return torch.stack(kept)"
+    )
+    with notebook("T4") as book:
+        book.cell(f"import torch.nn.functional as F\n{setup}")
+        assert "wide_loss" not in names(book.measured("scores = fit(40)"))
+        # (One loss of that size is told.)
+        book.cell(
+            "def wide():\n    logits = head(torch.randn(1 << 14, 64, device='cuda'))\n"
+            "    F.cross_entropy(logits, torch.zeros(1 << 14, dtype=torch.long, device='cuda')).backward()"
+        )
+        assert "wide_loss" in names(book.measured("wide()"))

@@ -183,8 +183,12 @@ def _ahead_of_their_forwards(scene: Scene, in_lists: Collection[int]) -> Iterato
     its = sorted(max(alike.values(), key=size_of, default=[]), key=lambda one: one.born)
     ends = [scene.end_of(one) for one in scene.spans(FORWARD)]
     turns = [bisect_left(ends, one.freed or 0) for one in its]
+    if size_of(its) < scene.part_of_peak(4):
+        return
+    if len(set(turns)) == 1 and (cause := _in_a_list_without_name(scene, its, ends)) is not None:
+        yield cause
     # (A buffer that is shuffled lets go of any.)
-    if len(set(turns)) < _PARTS or size_of(its) < scene.part_of_peak(4):
+    if len(set(turns)) < _PARTS:
         return
     facts = scene.tensors.facts(its[-1])
     what = "batches" if len(set(turns)) == len(turns) else "samples"
@@ -196,6 +200,24 @@ def _ahead_of_their_forwards(scene: Scene, in_lists: Collection[int]) -> Iterato
         if facts.line
         else f"{len(its)} {what} wait on the device for their turn: {human(size_of(its))}.",
         f"{shorter or 'Have fewer ready ahead (a shorter queue)'}, or move each to the device when its turn comes.",
+        size_of(its),
+    )
+
+
+def _in_a_list_without_name(scene: Scene, its: Sequence[Allocation], ends: Sequence[int]) -> Cause | None:
+    """All are made, then as many forwards run, and then all go: a loop over a list of them that no name leads to.
+
+    its: in the order in which they were made; ends: of the forwards."""
+    forwards = bisect_left(ends, its[-1].freed or 0) - bisect_left(ends, its[-1].born)
+    if not _PARTS <= len(its) <= forwards:
+        return None
+    listed_at = next(iter(scene.program.calls("list")), None)
+    way = f"Without `list` (`{listed_at.shown}`, {listed_at.words})" if listed_at else "Without a list of them all"
+    return Cause(
+        "data_ahead",
+        f"{len(its)} batches are on the device before the first of {forwards} forwards, and until behind the last, made by "
+        f"{made_at(scene, its[-1])}: {human(size_of(its))}.",
+        f"{way} each is made when its turn comes; or keep them on the host, and move one at a time.",
         size_of(its),
     )
 

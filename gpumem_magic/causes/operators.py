@@ -52,7 +52,7 @@ _TIMES = 4
 # What these tell of is made on the way to something else.
 _ON_THE_WAY = frozenset({"grown_result", "all_pairs"})
 # These make much of little wherever they are used; a recurrent layer's kernel keeps every step's states for its backward.
-_ALWAYS_GROW = re.compile(r"conv|embedding|arange|linspace|addmm|_rnn")
+_ALWAYS_GROW = re.compile(r"conv|native_multi_head_attention|embedding|arange|linspace|addmm|_rnn")
 # (They go by strides: `restride_dim` of ATen/native/cuda/ScatterGatherKernel.cu.)
 _BY_INDEX = tuple(
     f"{name}{end}"
@@ -280,6 +280,7 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
             )
             return
     for alike, *_ in alive_in_shapes(scene, lambda birth: "log_softmax" in birth.kernel):
+        alike = _of_its_forward(scene, alike)
         if len(alike.shape) < 2 or alike.shape[-1] < _WORDS or alike.bytes < max(WORTH, scene.part_of_peak(3)):
             continue
         rows = prod(alike.shape[:-1])
@@ -294,6 +295,17 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
             describes=True,
         )
         return
+
+
+def _of_its_forward(scene: Scene, alike: Alike) -> Alike:
+    """Without what earlier iterations made in that shape, and something keeps: that is no loss's."""
+    begun = max((start for one in scene.spans(FORWARD) if (start := scene.start_of(one)) < alike.event), default=0)
+    sizes = [
+        size
+        for event, size, birth in births_alive(scene)
+        if event >= begun and prod(birth.shape or ()) == prod(alike.shape)
+    ]
+    return replace(alike, count=min(alike.count, len(sizes)), bytes=min(alike.bytes, sum(sizes)))
 
 
 def _keeps_one_of(scene: Scene, alike: Alike) -> bool:

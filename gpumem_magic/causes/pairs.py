@@ -71,7 +71,9 @@ def broadcast(scene: Scene, alike: Alike) -> Cause | None:
     if birth.kernel in PRODUCTS or birth.kernel in COPIES or len(shapes) < 2 or _joint(shapes) != alike.shape:
         return None
     first, second = sorted(shapes[:2], key=lambda shape: -prod(shape)) if len(shapes) > 2 else shapes[:2]
-    if is_in_parts(scene, alike):
+    # (Distances have a way that needs no such tensor, however few rows there are of a time.)
+    distances = birth.kernel == "sub" and first[-1] == second[-1] and alike.bytes >= scene.part_of_peak(2)
+    if is_in_parts(scene, alike) and not (distances and _is_summed(scene, alike)):
         return None
     expression = birth.place.expression if birth.place is not None else ""
     what = made_by(scene, alike)
@@ -127,7 +129,8 @@ def _fewer(scene: Scene, alike: Alike, shapes: tuple[tuple[int, ...], ...]) -> s
             if whole
             else f"`torch.cdist` of both, not expanded{f' and with `{norm[0]}`' if norm else ''},"
         )
-        return f"{them} gives distances between all pairs without it; or {rows}."
+        fewer = "" if is_in_parts(scene, alike) else f"; or {rows}"
+        return f"{them} gives distances between all pairs without it{fewer}."
     if _COSINES.search(expression) and len(alike.shape) == _PLANES and operands(expression):
         one, other = (f"F.normalize({_not_expanded(words)}, dim=-1)" for words in operands(expression))
         return f"`{one} @ {other}.T` makes the cosines of all pairs without it; or {rows}."

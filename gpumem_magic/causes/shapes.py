@@ -259,6 +259,10 @@ def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:
     }
 
 
+# What `nn.MultiheadAttention` runs in evaluation, without gradients.
+_IN_ONE = "_native_multi_head_attention"
+
+
 def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
     """Where no backward looked at a graph: the softmax over square tensors that a product takes up, the sizes of all tensors of
     that shape at the moment, and the length."""
@@ -266,8 +270,11 @@ def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
     weighed = _square_factors(births.values())
     found: dict[tuple[int, int], Birth] = {}
     for birth in births.values():
-        key = (prod(birth.shape or ()), (birth.shape or (0,))[-1])
-        if "softmax" in birth.kernel and key in weighed and len(birth.shape or ()) in (3, 4) and not birth.node:
+        shape = birth.shape or (0,)
+        key = prod(shape), shape[-1]
+        by_softmax = "softmax" in birth.kernel and key in weighed
+        by_attention = birth.kernel == _IN_ONE and shape[-2:] == (shape[-1],) * 2 and shape[-1] >= _LEAST_LENGTH
+        if (by_softmax or by_attention) and len(shape) in (3, 4) and not birth.node:
             found[key] = birth
     best: tuple[Birth, list[int], int] | None = None
     for (count, length), birth in found.items():
@@ -291,7 +298,7 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
         return "", _WITHOUT_SCORES
     line = f"line {place.own_line}" if place.own_file == scene.recording.own_file else ""
     at = f" (`{place.expression}`{f', {line}' if line else ''})" if place.expression else f" ({line})" if line else ""
-    if birth.operator == "multi_head_attention_forward":
+    if birth.operator == "multi_head_attention_forward" or birth.kernel == _IN_ONE:
         return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
     if birth.why or "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
         if (asked := _ONLY_PLAIN.search(scene.typed)) is not None:
