@@ -219,3 +219,66 @@ def test_states_of_an_image_are_not_compared_with_the_models_parameters(tmp_path
         other.make(f"state{number}", 60, step_of("_init_group"))
     (found,) = [one for one in other.report(tmp_path).causes if one.name == "optimizer_states"]
     assert found.text.endswith("allocated its states, which stay: 120 MiB.")
+
+
+def of_loss(backward: bool = True) -> Trace:
+    """A loss whose log-softmax, logits and their gradient are as large as each other."""
+    trace = Trace()
+    trace.make("weight", 40, INIT)
+    trace.make("logits", 300, FORWARD)
+    trace.make("logs", 300, (("/env/site-packages/torch/nn/functional.py", "cross_entropy", 3), (LOOP, "main", 8)))
+    if backward:
+        trace.make("slope", 300, BACKWARD)
+        trace.make("weights", 40, BACKWARD)
+    for name in ("logs", "logits", *(["slope"] if backward else [])):
+        trace.drop(name, (("??", "torch::autograd::SavedVariable::reset_data"),))
+    return trace
+
+
+def test_a_loss_over_many_classes_is_told_by_its_function(tmp_path: Path) -> None:
+    report = of_loss().report(tmp_path)
+    assert names(report) == ["wide_loss"]
+    assert (
+        "The loss at loop.py:8 main makes a block of 300 MiB, and 3 blocks of that size are there at once, 900 MiB."
+        in report.answer
+    )
+    assert names(of_loss(backward=False).report(tmp_path)) == []
+
+
+def test_softmax_over_large_blocks_may_be_attentions(tmp_path: Path) -> None:
+    trace = Trace()
+    for layer in range(3):
+        for step in range(2):
+            stack = (
+                ("??", "at::_ops::_softmax::call(at::Tensor const&)"),
+                ("/home/me/net.py", "softmax", 7),
+                LAYER,
+                (LOOP, "main", 8),
+            )
+            trace.make(f"{layer}.{step}", 200, stack)
+    (found,) = [one for one in trace.report(tmp_path).causes if one.name == "attention_scores"]
+    assert found.text.endswith("makes blocks of 200 MiB, and 6 blocks of that size are there at once, 1,200 MiB.")
+    assert found.remedy.startswith("Where these are attention's scores, ")
+
+
+def layered(layers: int, checkpoints: bool = False) -> Trace:
+    trace = Trace()
+    trace.make("weight", 40, INIT)
+    inner = (("/env/site-packages/torch/utils/checkpoint.py", "forward"),) if checkpoints else ()
+    for layer in range(layers):
+        for line, blocks in ((3, 2), (5, 1)):
+            for block in range(blocks):
+                stack = (("/home/me/net.py", "forward", line), LAYER, *inner, (LOOP, "main", 8))
+                trace.make(f"{layer}.{line}.{block}", 20, stack)
+    trace.make("weights", 40, BACKWARD)
+    for name in [one for one in trace.live if one[0].isdigit()]:
+        trace.drop(name, (("??", "torch::autograd::SavedVariable::reset_data"),))
+    return trace
+
+
+def test_layers_that_keep_much_for_backward_are_counted(tmp_path: Path) -> None:
+    report = layered(8).report(tmp_path)
+    assert names(report) == ["repeated_modules"]
+    assert "8 layers that are alike keep 480 MiB for backward, 60.0 MiB each. Activation checkpointing" in report.answer
+    assert names(layered(8, checkpoints=True).report(tmp_path)) == []
+    assert names(layered(3).report(tmp_path)) == []

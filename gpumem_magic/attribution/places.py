@@ -16,6 +16,13 @@ _FUNCTIONAL = re.compile(r"torch[/\\]nn[/\\]functional\.py$")
 _LONGEST = 120
 
 
+def operators_in(frames: Sequence[Frame]) -> list[str]:
+    """The names of the operator, of PyTorch's function for it, and of the program's own innermost function."""
+    names = [found[1] for frame in frames if (found := _OPERATOR.search(frame.name))]
+    names += [frame.name for frame in frames if _FUNCTIONAL.search(frame.filename)]
+    return names + [frame.name for frame in frames if is_python(frame) and not is_library(frame)][:1]
+
+
 def place_in_program(frames: Sequence[Frame]) -> str:
     """``train.py:12 step, in linear``: the program's innermost line and the operator; "" where the stack says neither."""
     own = next((frame for frame in frames if is_python(frame) and not is_library(frame)), None)

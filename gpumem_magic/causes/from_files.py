@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from gpumem_magic.attribution.view import DeviceView
-from gpumem_magic.causes import forwards_by_stacks, growth_by_stacks, training
+from gpumem_magic.causes import forwards_by_stacks, growth_by_stacks, layers_by_stacks, softmax_by_stacks, training
 from gpumem_magic.causes.model import Detector, Scene, answers_of
 from gpumem_magic.recording.model import BACKWARD, OPTIMIZER, Moment, Span
 from gpumem_magic.report.answer import answer_of
@@ -16,6 +16,9 @@ from gpumem_magic.report.model import ReportData
 DETECTORS: tuple[Detector, ...] = (
     growth_by_stacks.growth,
     forwards_by_stacks.without_backward,
+    softmax_by_stacks.loss_by_stacks,
+    softmax_by_stacks.scores_by_stacks,
+    layers_by_stacks.layers_by_stacks,
     training.late_zero_grad,
     training.optimizer_states,
     training.optimizer_temporaries,

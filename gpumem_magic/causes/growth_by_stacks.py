@@ -77,7 +77,7 @@ def growth(scene: Scene) -> Iterator[Cause]:
         return
     # The loop whose turns are most alike; of such the innermost.
     best = min(growing, key=lambda one: (round(one.spread, 1), -len(one.loop.turns)))
-    yield Cause("growth", *_in_words(scene, best), size_of(best.left))
+    yield _told(scene, best)
 
 
 def _loops_of(events: Sequence[TraceEvent]) -> list[_LoopInStacks]:
@@ -152,7 +152,7 @@ def _builds_a_model(scene: Scene, turns: Sequence[int], left: Sequence[Allocatio
     return any(bisect_left(trained, one) == bisect_left(trained, after) for one, after in pairwise(turns))
 
 
-def _in_words(scene: Scene, found: _LeftByTurns) -> tuple[str, str]:
+def _told(scene: Scene, found: _LeftByTurns) -> Cause:
     turns, events = found.loop.turns, scene.recording.logs[scene.device].events
     recurring: dict[tuple[str, str], list[Allocation]] = defaultdict(list)
     for one in found.left:
@@ -180,7 +180,7 @@ def _in_words(scene: Scene, found: _LeftByTurns) -> tuple[str, str]:
         f"{human(whole)} of {what}{f' made by {listed(by)}' if by else ''}."
     )
     layers = [one for its in left.values() for one in its if any(map(tells_a_part, events[one.born].frames))]
-    return text, _remedy(named, len(layers) >= _OF_A_GRAPH * len(turns))
+    return Cause("growth", text, _remedy(named, len(layers) >= _OF_A_GRAPH * len(turns)), whole)
 
 
 def _remedy(named: Sequence[str], of_graphs: bool) -> str:

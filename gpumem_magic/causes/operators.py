@@ -81,7 +81,7 @@ _PAIRS_FROM = 256
 _SMALL_PART = 4
 # A vocabulary, rather than features.
 _WORDS = 4096
-_LOSS_IN_PARTS = (
+LOSS_IN_PARTS = (
     "Compute head and loss for some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`: then one "
     "part's are there at once"
 )
@@ -170,9 +170,7 @@ def wide_copies(scene: Scene) -> Iterator[Cause]:
         remedy = f"Keep it in {width}, or convert it in pieces where float32 is needed."
         if logits:
             # A graph keeps every part's.
-            parts = (
-                _LOSS_IN_PARTS if scene.spans(BACKWARD) else "Compute the loss for a part of the positions at a time"
-            )
+            parts = LOSS_IN_PARTS if scene.spans(BACKWARD) else "Compute the loss for a part of the positions at a time"
             # (What autocast copies for the loss is in 16 bits up to there.)
             remedy = f"{parts}." if by_autocast else f"Keep the logits in {width} up to the loss. {parts}."
             if not any("log_softmax" in made.kernel or "nll" in made.kernel for _, made in scene.births):
@@ -290,7 +288,7 @@ def wide_losses(scene: Scene) -> Iterator[Cause]:
         yield Cause(
             "wide_loss",
             f"{made_by(scene, alike)} is a loss over {alike.shape[-1]:,} classes at {rows:,} positions: {size_words(alike)}.",
-            _first_let_go(scene, f"{_LOSS_IN_PARTS}."),
+            _first_let_go(scene, f"{LOSS_IN_PARTS}."),
             alike.bytes,
             describes=True,
         )

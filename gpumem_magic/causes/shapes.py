@@ -24,7 +24,7 @@ _INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalu
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _ASKED_FOR = re.compile(r"\boutput_attentions\s*=\s*True")
-_WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
+WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
 _ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
 # Scores of so many layers are kept by something.
 _LAYERS = 3
@@ -199,7 +199,7 @@ def attention_scores(scene: Scene) -> Iterator[Cause]:
     least, seen = scene.part_of_peak(10), bool(scene.saved) and scene.report.error is None
     if sum(sizes) < least and (made := _scores_that_failed(scene) or (None if seen else _scores_at(scene))) is not None:
         birth, sizes, length = made
-    where, remedy = ("", _WITHOUT_SCORES) if birth is None else _written(scene, birth)
+    where, remedy = ("", WITHOUT_SCORES) if birth is None else _written(scene, birth)
     if not sizes or sum(sizes) < least:
         return
     if birth is not None and (keeper := _keeper_of_scores(scene, birth, len(sizes))):
@@ -260,7 +260,7 @@ def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:
 
 
 # What `nn.MultiheadAttention` runs in evaluation, without gradients.
-_IN_ONE = "_native_multi_head_attention"
+_IN_ONE = "native_multi_head_attention"
 
 
 def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
@@ -273,7 +273,7 @@ def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
         shape = birth.shape or (0,)
         key = prod(shape), shape[-1]
         by_softmax = "softmax" in birth.kernel and key in weighed
-        by_attention = birth.kernel == _IN_ONE and shape[-2:] == (shape[-1],) * 2 and shape[-1] >= _LEAST_LENGTH
+        by_attention = birth.operator == _IN_ONE and shape[-2:] == (shape[-1],) * 2 and shape[-1] >= _LEAST_LENGTH
         if (by_softmax or by_attention) and len(shape) in (3, 4) and not birth.node:
             found[key] = birth
     best: tuple[Birth, list[int], int] | None = None
@@ -295,10 +295,10 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
     """Where the scores are made, and what stores none there."""
     place = birth.place
     if place is None:
-        return "", _WITHOUT_SCORES
+        return "", WITHOUT_SCORES
     line = f"line {place.own_line}" if place.own_file == scene.recording.own_file else ""
     at = f" (`{place.expression}`{f', {line}' if line else ''})" if place.expression else f" ({line})" if line else ""
-    if birth.operator == "multi_head_attention_forward" or birth.kernel == _IN_ONE:
+    if birth.operator == "multi_head_attention_forward" or birth.operator == _IN_ONE:
         return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
     if birth.why or "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
         if (asked := _ONLY_PLAIN.search(scene.typed)) is not None:
@@ -314,7 +314,7 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
         if _ASKED_FOR.search(scene.typed):
             return at, '`output_attentions=True` asks for them: without it, `attn_implementation="sdpa"` stores none.'
         return at, '`attn_implementation="sdpa"`, where the model is loaded or made, never stores them.'
-    return at, _WITHOUT_SCORES
+    return at, WITHOUT_SCORES
 
 
 def _are_frozen(scene: Scene, named: Sequence[str]) -> bool:
