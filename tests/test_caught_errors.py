@@ -182,3 +182,15 @@ def test_a_list_of_tuples_is_not_offered_what_a_list_of_tensors_is() -> None:
         text = str(report)
         assert "kept.append((turn" in text
         assert "one.detach() for one in kept" not in text
+
+
+def test_iterations_that_pile_up_until_memory_runs_out_are_told_also_where_the_error_is_caught() -> None:
+    code = (
+        "def gather(turns):\n    kept = []\n    for _ in range(turns):\n        x = torch.rand(1 << 26, device='cuda')\n"
+        "        kept.append(x * 2)\n    return kept\ntry:\n    gather({turns})\nexcept torch.OutOfMemoryError:\n    pass"
+    )
+    with notebook("virtual:8GiB") as book:
+        report = book.measured(code.format(turns=90))
+        assert report.answer.startswith("Memory ran out at line 9, as each iteration had left 256 MiB more (")
+        assert "made by `x * 2` (line 6" in report.answer
+        assert "ran out" not in book.measured(code.format(turns=9)).answer

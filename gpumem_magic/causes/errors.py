@@ -6,8 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from gpumem_magic.causes.model import Scene
+from gpumem_magic.causes.alike import made_at
+from gpumem_magic.causes.model import EQUAL_ITERATIONS, LEAST, Scene
 from gpumem_magic.causes.places import Spot, added, quoted
+from gpumem_magic.causes.turns import turns_of_lines
 from gpumem_magic.owners.model import ERROR, TRACEBACK, Held, Station, size_of
 from gpumem_magic.report.failure import caught_requests, peak_is_of_a_failed_attempt
 from gpumem_magic.report.model import Cause
@@ -25,6 +27,9 @@ def caught_shortage(scene: Scene) -> Iterator[Cause]:
     caught = caught_requests(scene.recording, scene.device)
     lines = list(dict.fromkeys(str(point.line) for point, *_ in caught if point.line))
     at = f" at line {listed(lines)}" if 0 < len(lines) < _MANY else ""
+    if (piled_up := _piled_up(scene, f"Memory ran out{times(caught)}{at}")) is not None:
+        yield piled_up
+        return
     yield Cause(
         "caught_shortage",
         f"Memory ran out{times(caught)}{at}, and the program caught the error and went on: the peak is of an attempt that "
@@ -33,6 +38,31 @@ def caught_shortage(scene: Scene) -> Iterator[Cause]:
         scene.report.peak.allocated,
         describes=True,
     )
+
+
+def _piled_up(scene: Scene, failed: str) -> Cause | None:
+    """What the iterations left, one like the other, up to the request that failed, where it is most of what was there. failed:
+    where that was, in words."""
+    for whole in map(scene.finished, (scene.iterations, *scene.loops, *turns_of_lines(scene))):
+        steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in whole]
+        last = steps[-EQUAL_ITERATIONS:]
+        if len(whole) <= EQUAL_ITERATIONS or min(last) < LEAST or max(last) > 1.5 * min(last):
+            continue
+        made = [one for one in scene.timeline.live_at(scene.peak) if whole[0].start <= one.born < whole[-1].end]
+        if 2 * size_of(made) < scene.report.peak.allocated:
+            continue
+        places = Counter[str]()
+        for one in made:
+            places[made_at(scene, one)] += one.size
+        ((largest, _),) = places.most_common(1)
+        return Cause(
+            "growth",
+            f"{failed}, as each iteration had left {human(sum(last) // len(last))} more{scene.how_many(whole)}"
+            f"{f', made by {largest}' if largest else ''}; the program caught the error and went on.",
+            "Keep only what is used later, on the host (`.detach().cpu()`).",
+            size_of(made),
+        )
+    return None
 
 
 def kept_errors(scene: Scene) -> Iterator[Cause]:

@@ -15,6 +15,7 @@ from gpumem_magic.report.model import ReportData
 
 DETECTORS: tuple[Detector, ...] = (
     growth_by_stacks.growth,
+    growth_by_stacks.graphs_ahead,
     forwards_by_stacks.without_backward,
     softmax_by_stacks.loss_by_stacks,
     softmax_by_stacks.scores_by_stacks,

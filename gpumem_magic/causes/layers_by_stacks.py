@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from gpumem_magic.causes.model import WORTH, Scene
+from gpumem_magic.causes.stack_loops import loops_of
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
@@ -38,6 +40,12 @@ def layers_by_stacks(scene: Scene) -> Iterator[Cause]:
         by_stack[events[one.born].frames].append(one)
     if any(
         frame.filename.endswith(_CHECKPOINTS[0]) or frame.name == _CHECKPOINTS[1] for at in by_stack for frame in at
+    ):
+        return
+    # (A loop of the program's has its own.)
+    first, last = kept[0].born, kept[-1].born
+    if any(
+        bisect_left(one.begins, last) - bisect_right(one.begins, first) >= 2 for one in loops_of(events[: last + 1])
     ):
         return
     sizes = Counter[int]()

@@ -165,7 +165,8 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
     """What each iteration of a loop left behind, until a statement after the loop let go of it: the end of the function that it
     is in, or ``del``."""
     trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
-    for iterations in (scene.forwards_of_a_statement, scene.iterations, *scene.loops, *turns_of_lines(scene)):
+    for turns in (scene.forwards_of_a_statement, scene.iterations, *scene.loops, *turns_of_lines(scene)):
+        iterations = scene.finished(turns)
         steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
         last = steps[-_EQUAL:]
         if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):

@@ -277,8 +277,12 @@ class Scene:
         return [sorted(ends.values()) for ends in loops.values()]
 
     def finished(self, iterations: list[Iteration]) -> list[Iteration]:
-        """Without the last where the error ended it: what it leaves is less, or more."""
-        return iterations[:-1] if iterations and iterations[-1].end in self._cut_off else iterations
+        """Without the last where an error ended it, or a request that failed: what it leaves is less, or more."""
+        if not iterations:
+            return iterations
+        events = self.recording.logs[self.device].events[iterations[-1].start : iterations[-1].end]
+        ended = iterations[-1].end in self._cut_off or any(event.action == "oom" for event in events)
+        return iterations[:-1] if ended else iterations
 
     @cached_property
     def _cut_off(self) -> frozenset[int]:

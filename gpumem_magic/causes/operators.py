@@ -39,6 +39,7 @@ from gpumem_magic.causes.pairs import (
     pairs,
     product_with,
 )
+from gpumem_magic.causes.remedies import LOSS_IN_PARTS
 from gpumem_magic.causes.unread import unread
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.devices.base import MOST_INPUTS, Birth
@@ -81,10 +82,6 @@ _PAIRS_FROM = 256
 _SMALL_PART = 4
 # A vocabulary, rather than features.
 _WORDS = 4096
-LOSS_IN_PARTS = (
-    "Compute head and loss for some of the positions at a time, each part in a `torch.utils.checkpoint.checkpoint`: then one "
-    "part's are there at once"
-)
 _LOG_OF_SOFTMAX = re.compile(r"\blog\(.*softmax\(|softmax\(.*\.log\(\)$")
 _HESSIAN = re.compile(r"\bhessian\(")
 _BEFORE_THE_HEAD = "Take the last position before the head (`hidden[:, -1:]`; in transformers `logits_to_keep=1`)"

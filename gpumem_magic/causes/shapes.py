@@ -10,6 +10,7 @@ from math import prod
 from gpumem_magic.causes.alike import births_alive, bytes_of
 from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import quoted
+from gpumem_magic.causes.remedies import WITHOUT_SCORES
 from gpumem_magic.devices.base import Birth
 from gpumem_magic.owners.model import OF_FUNCTION, size_of
 from gpumem_magic.recording.model import FORWARD, KEPT_BY_LIST, KEPT_BY_NAME
@@ -24,7 +25,6 @@ _INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalu
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _ASKED_FOR = re.compile(r"\boutput_attentions\s*=\s*True")
-WITHOUT_SCORES = '`torch.nn.functional.scaled_dot_product_attention` (`attn_implementation="sdpa"`) never stores them.'
 _ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
 # Scores of so many layers are kept by something.
 _LAYERS = 3

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from gpumem_magic.attribution.places import operators_in, place_in_program
 from gpumem_magic.causes.model import WORTH, Scene
-from gpumem_magic.causes.operators import LOSS_IN_PARTS
-from gpumem_magic.causes.shapes import WITHOUT_SCORES
+from gpumem_magic.causes.remedies import LOSS_IN_PARTS, WITHOUT_SCORES
 from gpumem_magic.owners.model import size_of
 from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause

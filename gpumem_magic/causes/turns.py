@@ -77,7 +77,7 @@ def turns_of_lines(scene: Scene) -> list[list[Iteration]]:
 def _is_put_in_place(scene: Scene, row: int, kept: list[Allocation]) -> bool:
     """Whether a statement, of which this is left, has let go of as much that was there before: a cache made anew.
     row: where it began."""
-    stop = next((stop for _, begin, stop in scene.statements if begin == row), row)
+    stop = next((stop for _, begin, stop in scene.statements if begin == row < stop), row)
     left = sum(one.size for one in kept if one.freed is None or one.freed > stop)
     more = scene.timeline.allocated_at(stop) - scene.timeline.allocated_at(row)
     return _PART * max(more, 0) < left
