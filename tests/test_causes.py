@@ -984,6 +984,16 @@ LATER = (
     "    with torch.no_grad():\n        "
 )
 GUILTY += [
+    # The last output of an earlier cell's loop keeps its graph.
+    Case(
+        "left_results",
+        (
+            "model = net(256)\nfor _ in range(2):\n    x = torch.randn(8192, 256, device='cuda')\n    out = model(x)\n"
+            "    loss = out.pow(2).mean()",
+            "with torch.no_grad():\n    score = model(torch.randn(4096, 256, device='cuda')).mean().item()",
+        ),
+        "`del out, loss` before it frees that",
+    ),
     Case(
         "unused_models",
         (

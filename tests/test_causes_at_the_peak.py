@@ -333,3 +333,14 @@ def test_gradients_that_a_loop_carries_on_may_be_for_a_backward_to_come() -> Non
     told = names(measured(before, cell))
     assert "kept_graphs" in told
     assert "graph_of_gradients" not in told
+
+
+def test_what_cudnn_keeps_of_sequences_is_the_batchs() -> None:
+    with causes_cells.notebook("T4") as book:
+        book.cell("rnn = nn.LSTM(64, 128, batch_first=True).cuda()")
+        report = book.measured("rnn(torch.randn(48, 2000, 64, device='cuda'))[0].sum().backward()")
+        (cause,) = [one for one in report.causes if one.name == "whole_batch"]
+        assert "The batch of 48 items takes " in cause.text
+        half = book.measured("rnn(torch.randn(24, 2000, 64, device='cuda'))[0].sum().backward()")
+        saved = float(re.search(r"about ([\d,]+) MiB less", cause.remedy)[1].replace(",", "")) * (1 << 20)
+        assert report.peak.allocated - half.peak.allocated == pytest.approx(saved, rel=0.1)

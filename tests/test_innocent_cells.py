@@ -34,6 +34,7 @@ DESCRIBING = frozenset(
         "left_over_copy",
         "held_over",
         "whole_batch",
+        "left_results",
         "joined",
         "filled_in_parts",
         "carried_on",

@@ -38,6 +38,7 @@ _OF_THE_BATCH = frozenset({"inputs", "activations", "activation_gradients", "tem
 _ITERATIONS_AT_ONCE = 2
 # A discriminator has a real batch and a generated one twice.
 _FORWARDS_AT_ONCE = 3
+_RNN = "cudnn_rnn"
 # What earlier batches left is one part in so many of what has a batch's shape.
 _EARLIER = 3
 
@@ -293,8 +294,12 @@ class Batch:
 
     def parts_of(self, allocations: Iterable[Allocation]) -> list[Allocation]:
         known, shapeless = [], []
-        for one in filter(self._may_be, allocations):
+        for one in allocations:
             birth = self.births.get(one.born)
+            if not self._may_be(one):
+                # (What cuDNN works in grows with steps and items, too.)
+                known += [one] if birth is not None and birth.operator == _RNN and self._is(one, "workspace") else []
+                continue
             if birth is not None and birth.shape is None:
                 shapeless.append(one)
             elif self.has(birth) and not self._is_set_of_data(one):
@@ -327,6 +332,8 @@ class Batch:
         """Whether what was made so has the batch's items in its first dimension, or multiples of them; of sequences with steps in
         front, in one of the first."""
         rows = self._rows(birth)
+        if self.items and birth is not None and _is_kept_by_an_rnn(birth):
+            return any(side % self.items == 0 for side in birth.inputs[0][0][:_FACTORS])
         if rows <= 0 or self.items <= 0 or birth is None or birth.shape is None:
             return False
         # (Behind steps, or queries, keys and values in one; in front of heads.)
@@ -353,11 +360,19 @@ class Batch:
         """How many items what may be of a batch has by its shape; 0 of all else."""
         if birth is None or not birth.shape or birth.operator in _NOT_OF_A_BATCH or birth.shape in self._weights:
             return 0
-        return self._items_of(birth.shape)
+        if birth.operator == _RNN and len(birth.shape) == _OF_SEQUENCES:
+            # (Whichever way it is given, cuDNN has steps in front.)
+            return birth.shape[1]
+        return 0 if _is_kept_by_an_rnn(birth) else self._items_of(birth.shape)
 
     def _items_of(self, shape: tuple[int, ...]) -> int:
         # (Scores of attention have a number for each two steps, and the heads in front.)
         return shape[1] if self._steps_first and len(shape) >= _OF_SEQUENCES and shape[-1] != shape[-2] else shape[0]
+
+
+def _is_kept_by_an_rnn(birth: Birth) -> bool:
+    """Whether it is the bytes that cuDNN keeps of all steps and items for a backward."""
+    return birth.operator == _RNN and birth.dtype == "uint8" and bool(birth.inputs)
 
 
 def _are_scores(birth: Birth | None) -> bool:

@@ -13,6 +13,7 @@ from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import emptied_by, in_common, quoted, spots, together
 from gpumem_magic.causes.written import Written
+from gpumem_magic.looks.expressions import targets
 from gpumem_magic.looks.parsing import parsed
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import KINDS_OF_A_MODEL, Held, Root, size_of
@@ -162,12 +163,16 @@ def built_again(scene: Scene) -> Iterator[Cause]:
                 continue
             later = next((row.statement for row, start, stop in scene.points if start <= max(gone) < stop), "")
             until = f", until `{_short(later)}`" if later and later != point.statement else ""
+            whole = _gone_with(scene, begin, max(one.born for one in new), max(gone))
+            taken = max(taken, scene.report.peak.allocated - scene.highest_without(whole)[0])
+            beside = " (its gradients and states among it)" if any(not _is_weight(scene, one) for one in whole) else ""
             text = (
                 f"`{_short(point.statement)}` built a model while the previous one was still on the device, which "
-                f"took {human(taken)} more{until}."
+                f"took {human(taken)} more{beside}{until}."
             )
-            name = point.statement.partition("=")[0].strip()
-            remedy = f"`del {name}` (and its optimizer) before building it again." if name.isidentifier() else ""
+            given = _given_values(point.statement)
+            optimizer = " (and its optimizer)" if len(given) == 1 else ""
+            remedy = f"`del {', '.join(given)}`{optimizer} before building it again." if given else ""
         elif keepers := _keepers(scene, both):
             names = listed([f"`{one.name}`" for one in keepers])
             hold = "holds" if len(keepers) == 1 else "hold"
@@ -187,6 +192,33 @@ def built_again(scene: Scene) -> Iterator[Cause]:
             continue
         yield Cause("model_built_again", text, remedy, taken)
         return
+
+
+def _gone_with(scene: Scene, begin: int, built: int, gone: int) -> list[Allocation]:
+    """What of models was there before a position, and went between two others, up to the end of the row of the last, as if it had
+    gone at the first: weights, their gradients and states."""
+    over = next((stop for _, start, stop in scene.points if start <= gone < stop), gone + 1)
+    its = (
+        one
+        for one in scene.timeline.allocations
+        if one.born < begin
+        and one.freed is not None
+        and built < one.freed < over
+        and scene.labels[one.index].category in OF_A_MODEL
+    )
+    return [replace(one, born=begin - 1) for one in its]
+
+
+def _given_values(statement: str) -> list[str]:
+    """The plain names to which an assignment gives values, where all of them are such."""
+    try:
+        (node,) = parsed(textwrap.dedent(statement)).body
+    except (SyntaxError, ValueError):
+        return []
+    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
+        return []
+    names = list(targets(node.targets[0]))
+    return names if all(name.isidentifier() for name in names) else []
 
 
 def built_beside(scene: Scene) -> Iterator[Cause]:

@@ -19,6 +19,8 @@ from gpumem_magic.units import human, listed
 # Text of a program that is run by it is not read.
 _RUNS_TEXT = frozenset({"exec", "run_line_magic", "run_cell"})
 _MANY, _BOTH = 4, 2
+# What no module has, by the kinds of `Held`.
+_RESULTS = frozenset({"tensor", "graph"})
 # So many models in a list are no teacher and student.
 _SEVERAL = 3
 # Such a part of all of them is not worth a name.
@@ -74,6 +76,40 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
         f"This cell {said} on the device from before.",
         f"{where}`{'; '.join(code)}` frees {human(size_of(gone))}{back}.{lost}",
         size_of(everything),
+        describes=True,
+    )
+
+
+def left_results(scene: Scene) -> Iterator[Cause]:
+    """What earlier cells computed with a graph, as a loop's last output, and this one has no use for, while models run in it."""
+    if scene.report.error is not None or not scene.mentioned or scene.mentioned & _RUNS_TEXT:
+        return
+    if not scene.spans(FORWARD, BACKWARD, OPTIMIZER):
+        return
+    roots = scene.holdings.roots
+    # (Data lead to no weights.)
+    leading = {number for one in scene.held if one.kind == "parameter" for number in one.roots}
+    numbers: dict[int, int] = {}
+    for one in scene.held:
+        made = scene.alive.get(one.address)
+        if made is None or made.born >= 0 or one.kind not in _RESULTS or not leading.issuperset(one.roots):
+            continue
+        if all(roots[number].kind == "variable" and roots[number].name not in scene.mentioned for number in one.roots):
+            for number in one.roots:
+                numbers[number] = numbers.get(number, 0) + one.size
+    numbers = {number: size for number, size in numbers.items() if size >= scene.part_of_peak(_SMALL)}
+    freed = size_of(scene.freed(numbers))
+    deleting = [statement for number in numbers if (statement := roots[number].statement) is not None]
+    if freed < scene.part_of_peak(4) or not len(deleting) == len(numbers) <= _MANY:
+        return
+    names = listed([quoted(roots[number].name) for number in numbers])
+    is_one = len(numbers) == 1
+    yield Cause(
+        "left_results",
+        f"{names} {'is' if is_one else 'are'} left from an earlier cell, and this one does not use {'it' if is_one else 'them'}: "
+        f"{human(freed)}.",
+        f"Where no later cell needs {'it' if is_one else 'them'}, `{'; '.join(joined(deleting))}` before it frees that.",
+        freed,
         describes=True,
     )
 
