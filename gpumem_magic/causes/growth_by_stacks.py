@@ -78,9 +78,7 @@ def _most_even(scene: Scene, begin: int, end: int, part: int) -> _LeftByTurns | 
     made = [one for one in scene.timeline.live_at(end) if one.born >= begin]
     if size_of(made) < max(LEAST, scene.part_of_peak(part)):
         return None
-    # (The stacks before it tell where loops begin.)
-    loops = loops_of(scene.recording.logs[scene.device].events[:end])
-    here = (one._replace(begins=one.begins[bisect_left(one.begins, begin) :]) for one in loops)
+    here = (one.between(begin, end) for one in loops_of(scene))
     found = [_left_by(scene, one, made, part) for one in here if len(one.begins) >= _TURNS]
     growing = [one for one in found if one is not None]
     return min(growing, key=lambda one: (round(one.spread, 1), -len(one.loop.begins)), default=None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
@@ -19,7 +18,8 @@ from gpumem_magic.units import human
 _LAYERS, _MOST_OF_TEN = 4, 7
 # That is a part of the peak, at least one in so many.
 _PART = 3
-_CHECKPOINTS = ("checkpoint.py", "unpack_hook")
+_TURNS = 2
+_CHECKPOINTS = "checkpoint.py"
 
 
 def layers_by_stacks(scene: Scene) -> Iterator[Cause]:
@@ -38,15 +38,10 @@ def layers_by_stacks(scene: Scene) -> Iterator[Cause]:
     by_stack: dict[tuple[Frame, ...], list[Allocation]] = defaultdict(list)
     for one in kept:
         by_stack[events[one.born].frames].append(one)
-    if any(
-        frame.filename.endswith(_CHECKPOINTS[0]) or frame.name == _CHECKPOINTS[1] for at in by_stack for frame in at
-    ):
+    if any(frame.filename.endswith(_CHECKPOINTS) for at in by_stack for frame in at):
         return
     # (A loop of the program's has its own.)
-    first, last = kept[0].born, kept[-1].born
-    if any(
-        bisect_left(one.begins, last) - bisect_right(one.begins, first) >= 2 for one in loops_of(events[: last + 1])
-    ):
+    if any(len(one.between(kept[0].born + 1, kept[-1].born).begins) >= _TURNS for one in loops_of(scene)):
         return
     sizes = Counter[int]()
     for its in by_stack.values():

@@ -22,21 +22,14 @@ _OF_A_LOSS, _OF_SCORES = 3, 4
 
 
 class _Worked(NamedTuple):
-    """What a line's softmax made that is there, and all blocks that are as large as most of it."""
+    """The line whose softmax made most of what is there, and all blocks that are as large as the largest of these."""
 
     place: str
-    made: list[Allocation]
     alike: list[Allocation]
 
-    @property
-    def each(self) -> int:
-        return self.alike[0].size
-
     def in_words(self) -> str:
-        if len(self.alike) < 2:
-            return human(self.each)
         several = f"{counted(len(self.alike), 'block')} of that size are there at once, {human(size_of(self.alike))}"
-        return f"{human(self.each)}, and {several}"
+        return f"{human(self.alike[0].size)}, and {several}"
 
 
 def loss_by_stacks(scene: Scene) -> Iterator[Cause]:
@@ -84,4 +77,4 @@ def _worked_on(scene: Scene, words: tuple[str, ...], others: tuple[str, ...]) ->
         return None
     place, made = max(by_line.items(), key=lambda pair: size_of(pair[1]))
     largest = max(one.size for one in made)
-    return _Worked(place, made, [one for one in living if one.size == largest]) if place else None
+    return _Worked(place, [one for one in living if one.size == largest]) if place else None

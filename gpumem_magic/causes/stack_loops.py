@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
 from gpumem_magic.attribution.sites import is_python, tells_a_part
-from gpumem_magic.snapshot.model import Frame, TraceEvent
+from gpumem_magic.causes.model import Scene, found_once
+from gpumem_magic.snapshot.model import Frame
 
 # The program's functions around a request, outermost first, without those of modules and optimizers.
 _Way = tuple[Frame, ...]
@@ -27,9 +29,16 @@ class LoopInStacks(NamedTuple):
     def noun(self) -> str:
         return self.once.partition(" ")[0]
 
+    def between(self, begin: int, end: int) -> LoopInStacks:
+        """With those of its turns that begin between two positions."""
+        first, last = (bisect_left(self.begins, position) for position in (begin, end))
+        return self._replace(begins=self.begins[first:last])
 
-def loops_of(events: Sequence[TraceEvent]) -> list[LoopInStacks]:
+
+@found_once
+def loops_of(scene: Scene) -> list[LoopInStacks]:
     """The lines to which functions come back, and then the functions that are called again and again."""
+    events = scene.recording.logs[scene.device].events
     ways: dict[tuple[int, ...], _Way] = {}
     # To each line: the events at which its function came to it, and the line that it came from, 0 where it was called anew.
     came: dict[tuple[_Function, int], list[tuple[int, int]]] = defaultdict(list)
