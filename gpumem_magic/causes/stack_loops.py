@@ -19,7 +19,7 @@ _Way = tuple[tuple[int, Frame], ...]
 # A function as it is called from somewhere: the number of the way to it, its file and name.
 _Function = tuple[int, str, str]
 # Whoever calls himself is followed so far.
-_DEEPEST = 100
+_DEEPEST = 64
 # A line of a loop is come back to from few others.
 _SOURCES = 8
 
@@ -69,11 +69,11 @@ def loops_of(scene: Scene) -> list[LoopInStacks]:
                 came[function, now.line].append((number, was if was > now.line else 0))
             reached[function].add(now.line)
         before = way
-    found = [loop for (function, line), its in came.items() for loop in _of_a_line(function, line, its)]
+    found = [loop for (function, line), its in came.items() if len(its) > 1 for loop in _of_a_line(function, line, its)]
     return found + [
         LoopInStacks(f"call of {function[2]}() at {_place(ways.callers[function[0]])}", its)
         for function, its in calls.items()
-        if function[0]
+        if function[0] and len(its) > 1
     ]
 
 
