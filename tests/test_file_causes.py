@@ -351,3 +351,15 @@ def test_keys_and_values_that_a_result_keeps_are_no_graphs(tmp_path: Path) -> No
     said = trace.report(tmp_path).answer
     assert "leaves 60.0 MiB more" in said
     assert "`.detach()` it before" not in said
+
+
+def test_a_models_copy_is_parameters(tmp_path: Path) -> None:
+    trace = Trace()
+    copied = (
+        ("/env/site-packages/torch/nn/parameter.py", "__deepcopy__", 60),
+        ("/usr/lib/python3.11/copy.py", "deepcopy", 153),
+    )
+    for number in range(3):
+        trace.make(f"weight{number}", 40, INIT)
+        trace.make(f"copy{number}", 40, (*copied, (LOOP, "main", 8)))
+    assert trace.report(tmp_path).peak.categories["parameters"] == 240 * MIB

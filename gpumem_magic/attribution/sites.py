@@ -62,6 +62,7 @@ _PYTHON_SIGNS = tuple(
         # Optimizers of other libraries and of the program's own: a step in a file that is named after what it holds.
         (OPTIMIZER, r"optim\w*(?:[/\\]|\.py$)", r"^(?:step|_init_group|_?init_states?|update_\w+)$"),
         (PARAMETERS, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_apply|convert|to_empty|cuda|<lambda>)$"),
+        (PARAMETERS, _TORCH + r"nn[/\\]parameter\.py$", r"^__deepcopy__$"),
         (_CALL, _TORCH + r"nn[/\\]modules[/\\]module\.py$", r"^(?:_call_impl|_wrapped_call_impl|__call__)$"),
         (CACHE, r"", r"(?i)kv_?cache|key_?value_?cache|^init_cache"),
         (CACHE, r"(?i)cache\w*\.py$", r"(?i)^(?:update|append|lazy_init|allocate|reorder_cache|crop|batch_)"),
