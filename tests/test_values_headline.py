@@ -1330,6 +1330,48 @@ def test_what_a_value_decides_is_looked_for_in_the_callers_files(tmp_path: Path)
     assert "read at `loss_of.py:2`" in measured.report.answer
 
 
+# What a loop asks for an end, and no name in its line leads there.
+_ENDINGS = {
+    "an object that is called": (
+        "class Stop:\n    def __call__(self, x):\n        return bool((x > 0.5).all())\nstop = Stop()\n",
+        "stop(x)",
+    ),
+    "one of a table": (
+        "known = {}\ndef register(f):\n    known[f.__name__] = f\n    return f\n"
+        "@register\ndef small(x):\n    return float(x.abs().max()) < 1e-2\n",
+        "known['small'](x)",
+    ),
+    "its own length": (
+        "class Pool:\n    def __init__(self):\n        self.rows = []\n    def __len__(self):\n        return len(self.rows)\n"
+        "    def add(self, x):\n        if x.mean() > 0.2:\n            self.rows.append(x)\n"
+        "    @property\n    def full(self):\n        return len(self) >= 5\npool = Pool()\n",
+        "pool.add(x) or pool.full",
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", _ENDINGS)
+def test_what_a_loop_ends_by_is_followed_back_through_the_calls(ending: str, tmp_path: Path) -> None:
+    made, test = _ENDINGS[ending]
+    place = tmp_path / "until.py"
+    place.write_text(f"{made}for _ in range(9):\n    x = x * 1.1\n    if {test}:\n        break\n", "utf-8")
+    with gpumem_magic.measure(device="T4") as measured:
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), {"x": unknown(), "__name__": "until"})
+    assert measured.report.answer.startswith("On a real GPU a loop may end earlier or later")
+
+
+def test_what_a_called_object_reads_for_itself_decides_nothing_of_its_callers(tmp_path: Path) -> None:
+    place = tmp_path / "log.py"
+    place.write_text(
+        "class Log:\n    rows = []\n    def __call__(self, x):\n        self.rows.append(x.mean().item())\n        return 3\n"
+        "log = Log()\nfor n in range(9):\n    if log(x) + n > 8:\n        break\n",
+        "utf-8",
+    )
+    with gpumem_magic.measure(device="T4") as measured:
+        exec(compile(place.read_text("utf-8"), str(place), "exec"), {"x": unknown(), "__name__": "log"})
+    assert "On a real GPU" not in measured.report.answer
+
+
 def test_a_schedule_that_goes_by_a_loss_is_said_first() -> None:
     with gpumem_magic.measure(device="T4") as measured:
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([unknown()]))

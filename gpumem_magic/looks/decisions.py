@@ -5,8 +5,10 @@ size is made of it, where it stands among the arguments of what makes tensors an
 in the test of any other ``if`` with work in it or behind it; an object, where that is called; a selection, where a list is as
 long as values say; and it may be printed. So does all that it flows into (`flows`).
 
-callers: further files, in which functions and attributes of these names are looked for. sized: the line makes a tensor whose
-length nobody knows. places: where in the line it was read, if that is known; a line may have several statements.
+callers: the lines that called each other up to this one, innermost first, itself among them. In their files functions and
+attributes of these names are looked for; and what a function gives that the line of its caller does not name (an object's
+``__call__``, one of a table) is there as it was read. sized: the line makes a tensor whose length nobody knows. places: where in
+the line it was read, if that is known; a line may have several statements.
 """
 
 from __future__ import annotations
@@ -52,6 +54,10 @@ _WHATEVER_THE_VALUES = (
 # What a value flows into is as far from it as the farthest step on the way.
 _VALUE, _WHOLE, _COUNT, _ALTERED, _WAY, _TOLD = range(6)
 _Places = Sequence[Place]
+_Lines = Sequence[tuple[str, int]]
+# Whose result is a module's, and no number that somebody read; and so many calls are followed back.
+_OF_MODULES = "forward"
+_CALLS = 8
 _STEPS = {
     "value": _VALUE, "argument": _VALUE, "whole": _WHOLE, "count": _COUNT, "altered": _ALTERED, "way": _WAY, "told": _TOLD,
 }  # fmt: skip
@@ -86,7 +92,7 @@ def is_tried(file: str, line: int) -> bool:
     return any(first <= line <= last for first, last in flows.of_file(file).tries)
 
 
-def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool = False, places: _Places = ()) -> bool:
+def ends_a_loop(file: str, line: int, callers: _Lines = (), sized: bool = False, places: _Places = ()) -> bool:
     """Whether a loop may go on or end by what this line reads. False where the source is not to be had."""
     reached = _reached(file, line, callers, sized, places=places)
     return any(reached.stands_in(test) or reached.has(test, _VALUE, _TOLD) for test in reached.tests("loop")) or any(
@@ -95,7 +101,7 @@ def ends_a_loop(file: str, line: int, callers: Sequence[str] = (), sized: bool =
     )
 
 
-def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool = True, places: _Places = ()) -> bool:
+def makes_a_size(file: str, line: int, callers: _Lines = (), whole: bool = True, places: _Places = ()) -> bool:
     """Whether a size may be made of the number that this line reads. whole: one that may be a size itself."""
     reached = _reached(file, line, callers, places=places)
     if any(
@@ -109,13 +115,13 @@ def makes_a_size(file: str, line: int, callers: Sequence[str] = (), whole: bool 
     )
 
 
-def chooses_a_way(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def chooses_a_way(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether an ``if`` that does some work, or leaves it, may go by what this line reads."""
     reached = _reached(file, line, callers, places=places)
     return reached.goes_by("branch")
 
 
-def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def chooses_an_object(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether a function or a module is called, or asked to do something, that was chosen by what this line reads."""
     reached = _reached(file, line, callers, places=places)
     return any(
@@ -124,7 +130,7 @@ def chooses_an_object(file: str, line: int, callers: Sequence[str] = (), places:
     ) or any(reached.has(test, _WAY, _WAY) for test in reached.tests("asked"))
 
 
-def keeps_gradients(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def keeps_gradients(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether gradients are kept, or not, by what this line reads."""
     reached = _reached(file, line, callers, places=places)
     return any(
@@ -133,31 +139,31 @@ def keeps_gradients(file: str, line: int, callers: Sequence[str] = (), places: _
     )
 
 
-def goes_by_an_if(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def goes_by_an_if(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether any ``if`` or ``match`` goes by what this line reads, whatever stands in it."""
     reached = _reached(file, line, callers, places=places)
     return reached.goes_by("if")
 
 
-def selects(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def selects(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether tensors may be made, or parts taken of them, of which what this line reads decides how many there are."""
     reached = _reached(file, line, callers, places=places)
     return reached.holds()
 
 
-def checks_for_none(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def checks_for_none(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether an ``if`` goes by a check of what this line reads for numbers that are none."""
     reached = _reached(file, line, callers, places=places)
     return reached.goes_by("check")
 
 
-def is_printed(file: str, line: int, callers: Sequence[str] = ()) -> bool:
+def is_printed(file: str, line: int, callers: _Lines = ()) -> bool:
     """Whether what this line reads is printed or written, or what is made of it."""
     reached = _reached(file, line, callers)
     return reached.goes_by("printed")
 
 
-def chooses_what_is_printed(file: str, line: int, callers: Sequence[str] = (), places: _Places = ()) -> bool:
+def chooses_what_is_printed(file: str, line: int, callers: _Lines = (), places: _Places = ()) -> bool:
     """Whether an ``if`` in which nothing but printing is done may go by what this line reads."""
     reached = _reached(file, line, callers, places=places)
     return reached.goes_by("prints")
@@ -178,7 +184,7 @@ def leads_to(
     only what is around it counts, and not what it tells itself."""
     raised_in = raised_in or file
     number, most = int(raised_in != file), _WAY if made_of_it else _VALUE
-    reached = _reached(file, read, (raised_in,))
+    reached = _reached(file, read, ((raised_in, 0),))
     return ((number, read) == (0, raised) and not around) or any(
         one.first <= raised <= one.last
         and (one.is_around or not around)
@@ -194,7 +200,7 @@ def divides(file: str, read: int, raised: int, raised_in: str = "") -> bool:
     """Whether the line `raised`, of the same file or of `raised_in`, divides by what the line `read` reads, or what was made of
     it."""
     raised_in = raised_in or file
-    reached = _reached(file, read, (raised_in,))
+    reached = _reached(file, read, ((raised_in, 0),))
     return any(
         test[0] == int(raised_in != file)
         and test[1].covers(raised)
@@ -220,33 +226,65 @@ def only_waits(file: str, line: int) -> bool:
     )
 
 
-def _reached(file: str, line: int, callers: Sequence[str], sized: bool = False, places: _Places = ()) -> _Reached:
-    return _reached_in(tuple(flows.of_file(one) for one in dict.fromkeys((file, *callers))), line, sized, tuple(places))
+def _reached(file: str, line: int, callers: _Lines, sized: bool = False, places: _Places = ()) -> _Reached:
+    files = list(dict.fromkeys((file, *(one for one, _ in callers))))
+    calling = tuple((files.index(one), number) for one, number in callers[:_CALLS] if (one, number) != (file, line))
+    return _reached_in(tuple(map(flows.of_file, files)), line, sized, tuple(places), calling)
 
 
 # Each of the questions above is asked of a line.
 @lru_cache(maxsize=16)
-def _reached_in(files: tuple[FileFlows, ...], line: int, sized: bool, places: tuple[Place, ...]) -> _Reached:
-    return _Reached(files, line, sized, places)
+def _reached_in(
+    files: tuple[FileFlows, ...],
+    line: int,
+    sized: bool,
+    places: tuple[Place, ...],
+    calling: tuple[tuple[int, int], ...],
+) -> _Reached:
+    return _Reached(files, line, sized, places, calling)
 
 
 class _Reached:
     """What the value flows into that a line reads: by the file's number, the key, and how far it is from the value."""
 
-    def __init__(self, files: tuple[FileFlows, ...], line: int, sized: bool, places: tuple[Place, ...]) -> None:
-        self._line = line
+    def __init__(
+        self,
+        files: tuple[FileFlows, ...],
+        line: int,
+        sized: bool,
+        places: tuple[Place, ...],
+        calling: tuple[tuple[int, int], ...],
+    ) -> None:
         found = {files[0].statement_at(place) for place in places}
-        self._statements = None if None in found or not found else frozenset(one for one in found if one is not None)
+        statements = None if None in found or not found else frozenset(one for one in found if one is not None)
+        # The lines that have the value as it was read: by the file's number, with the statements that are meant.
+        self._lines: list[tuple[int, int, frozenset[Place] | None]] = [(0, line, statements)]
         self._sized = sized
         self._files = files
         # The first line that gives each its value.
         self._found: dict[tuple[int, Key, int], int] = {}
         # The same of what has it at a place of a tuple, and is no more than that.
         self._partly: dict[tuple[int, Key, int], int] = {}
+        self._follow(*self._lines[0])
+        inner = 0, line
+        for outer in calling:
+            name = files[inner[0]].function_at(inner[1])
+            if name in ("", _OF_MODULES) or not self._gives(inner[0], name):
+                return
+            if not _names(files[outer[0]], outer[1], name):
+                self._lines.append((*outer, None))
+                self._follow(*self._lines[-1])
+            inner = outer
+
+    def _gives(self, number: int, name: str) -> bool:
+        """Whether a function gives back what is reached."""
+        return any(place == number and key[1] == f"{name}()" for place, key, _ in self._found)
+
+    def _follow(self, number: int, line: int, statements: frozenset[Place] | None) -> None:
         left = [
-            (0, flow, _VALUE)
-            for flow in self._files[0].flows
-            if flow.source.covers(line, self._statements)
+            (number, flow, _VALUE)
+            for flow in self._files[number].flows
+            if flow.source.covers(line, statements)
             and (flow.source.reads or (flow.kind != "argument" and flow.source.keys))
             and _is_let(flow)
         ]
@@ -341,7 +379,16 @@ class _Reached:
     def stands_in(self, used: tuple[int, Uses]) -> bool:
         number, source = used
         # (A constant reads nothing: `range(4)` may share its line with what does.)
-        return number == 0 and bool(source.keys or source.reads) and source.covers(self._line, self._statements)
+        return bool(source.keys or source.reads) and any(
+            number == place and source.covers(line, statements) for place, line, statements in self._lines
+        )
+
+
+def _names(file: FileFlows, line: int, function: str) -> bool:
+    """Whether a line asks for what a function of that name gives."""
+    given = f"{function}()", f"::{function}()"
+    sources = [*(one.source for one in file.flows), *(one.source for one in file.tests)]
+    return any(key[1].startswith(given) for one in sources if one.covers(line) for key in one.keys)
 
 
 def _sets_lengths(level: int) -> bool:

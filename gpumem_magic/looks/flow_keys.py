@@ -190,6 +190,9 @@ class KeyReader:
 
     def _has_method(self, node: ast.AST, method: str) -> bool:
         name = dotted(node)
+        if name == "self":
+            # (Of which class, its text alone does not tell.)
+            return method in self._defined
         return bool(name) and self._given.follows(self._key(name), method)
 
     def _are_rows(self, node: ast.expr) -> bool:

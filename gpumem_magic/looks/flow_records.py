@@ -104,6 +104,11 @@ class FileFlows:
     raises: tuple[tuple[int, int], ...] = ()
     tries: tuple[tuple[int, int], ...] = ()
     caught: Raises = NO_RAISES
+    functions: tuple[tuple[int, int, str], ...] = ()
+
+    def function_at(self, line: int) -> str:
+        """The name of the innermost function around a line; "" outside of all."""
+        return max(((first, name) for first, last, name in self.functions if first <= line <= last), default=(0, ""))[1]
 
     def statement_at(self, place: Place) -> Place | None:
         """Where the innermost statement around a place begins."""

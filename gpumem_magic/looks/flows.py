@@ -171,6 +171,7 @@ class _FlowReader(KeyReader):
                 )
             ),
             caught=Raises.of(self._tree),
+            functions=tuple((one.lineno, one.end_lineno or 0, one.name) for one in nodes if isinstance(one, FUNCTIONS)),
         )
 
     # ---- scopes and names

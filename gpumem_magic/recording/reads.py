@@ -188,7 +188,7 @@ def _made_of(read: _Line, count: int, marks: Counter[tuple[str, int, str]], read
         return "loop"
     stack = reads.stacks.get(read, ())
     own = stack.index(read) if read in stack else 0
-    callers = [file for file, _ in stack[own:]]
+    callers = stack[own:]
     within = reads.places(read)
     # An optimizer that read in the program's stead decides by itself.
     asked = [(*read, callers, within), *((*place, (), ()) for place in stack[:own])]
