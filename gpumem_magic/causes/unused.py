@@ -29,10 +29,7 @@ _SMALL = 100
 
 def unused_models(scene: Scene) -> Iterator[Cause]:
     """What was on the device before, and which nothing that the cell names leads to."""
-    if scene.report.error is not None or not scene.mentioned or scene.mentioned & _RUNS_TEXT:
-        # (Of what would have helped a request that failed, `shortage` tells.)
-        return
-    if not scene.spans(FORWARD, BACKWARD, OPTIMIZER):
+    if not _names_what_it_uses(scene):
         return
     roots = scene.holdings.roots
     ran = {span.label.partition(".")[0] for span in scene.spans(FORWARD, OPTIMIZER)}
@@ -80,11 +77,16 @@ def unused_models(scene: Scene) -> Iterator[Cause]:
     )
 
 
+def _names_what_it_uses(scene: Scene) -> bool:
+    """Whether models ran in a cell to its end, and the names that it uses are all in its text. (Of what would have helped a
+    request that failed, `shortage` tells.)"""
+    known = scene.report.error is None and scene.mentioned and not scene.mentioned & _RUNS_TEXT
+    return bool(known and scene.spans(FORWARD, BACKWARD, OPTIMIZER))
+
+
 def left_results(scene: Scene) -> Iterator[Cause]:
     """What earlier cells computed with a graph, as a loop's last output, and this one has no use for, while models run in it."""
-    if scene.report.error is not None or not scene.mentioned or scene.mentioned & _RUNS_TEXT:
-        return
-    if not scene.spans(FORWARD, BACKWARD, OPTIMIZER):
+    if not _names_what_it_uses(scene):
         return
     roots = scene.holdings.roots
     # (Data lead to no weights.)
