@@ -363,3 +363,24 @@ def test_a_models_copy_is_parameters(tmp_path: Path) -> None:
         trace.make(f"weight{number}", 40, INIT)
         trace.make(f"copy{number}", 40, (*copied, (LOOP, "main", 8)))
     assert trace.report(tmp_path).peak.categories["parameters"] == 240 * MIB
+
+
+def test_what_backward_runs_beside_is_none_of_a_forwards_share(tmp_path: Path) -> None:
+    """Each turn trains, and then keeps the graph of another forward."""
+    trace = Trace()
+    trace.make("weight", 8, INIT)
+    for turn in range(8):
+        trace.make("x", 2, ((LOOP, "run", 5),))
+        for layer in range(4):
+            trace.make(f"h{layer}", 6, (("/home/me/net.py", "forward", layer), LAYER, (LOOP, "run", 6)))
+        for line in range(9):
+            slope = ("/env/site-packages/torch/autograd/graph.py", "_engine_run_backward", line)
+            trace.make("slope", 2, (slope, (LOOP, "run", 7)))
+            trace.drop("slope", (slope, (LOOP, "run", 7)))
+        for layer in range(4):
+            trace.drop(f"h{layer}", (("??", "torch::autograd::SavedVariable::reset_data"),))
+            trace.make(f"kept{turn}.{layer}", 6, (("/home/me/net.py", "forward", layer), LAYER, (LOOP, "run", 8)))
+        trace.drop("x", ((LOOP, "run", 8),))
+    said = trace.report(tmp_path).answer
+    assert "leaves 24.0 MiB more" in said
+    assert "`.detach()` it before it is kept" in said

@@ -10,11 +10,11 @@ from statistics import median_low
 from typing import NamedTuple
 
 from gpumem_magic.attribution.places import place_in_program
-from gpumem_magic.attribution.sites import tells_a_part
+from gpumem_magic.attribution.sites import CAST, FUNCTION, site_of
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.stack_loops import LoopInStacks, loops_of
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD, OPTIMIZER
+from gpumem_magic.recording.model import BACKWARD, FORWARD, OPTIMIZER
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -25,7 +25,8 @@ _TURNS = 5
 _MOST_OF_TEN = 8
 # What grows is a part of the peak, at least one in so many; what waits for a backward, so many.
 _PART, _OF_GRAPHS = 10, 4
-# What a turn leaves is a graph's where it is results of so many layers, and of so many of all that are called, one in so many.
+_FORWARDS = frozenset({FORWARD, FUNCTION, CAST})
+# What a turn leaves is a graph's where it is results of so many layers, and of all that ran, one in so many.
 _OF_A_GRAPH, _SHARE = 3, 3
 _NAMED = 3
 # Turns that differ by more, as a part of what each leaves, leave "about" so much.
@@ -148,16 +149,13 @@ def _told(scene: Scene, found: _LeftByTurns) -> Cause:
 
 
 def _are_a_graphs(scene: Scene, turns: Sequence[int], left: Sequence[Allocation]) -> bool:
-    """Whether each turn left results of several layers, and of a good part of all that ran in it: who keeps keys and values, or
-    what a model gives, keeps a few."""
+    """Whether each turn left results of several layers, and of a good part of all forwards that ran in it: who keeps keys and
+    values, or what a model gives, keeps a few."""
     events = scene.recording.logs[scene.device].events
-    layers = [one for one in left if any(map(tells_a_part, events[one.born].frames))]
-    kept = {tuple(map(id, events[one.born].frames)) for one in layers}
-    ran = {
-        tuple(map(id, event.frames))
-        for event in events[turns[-2] : turns[-1]]
-        if event.action == "alloc" and any(map(tells_a_part, event.frames))
-    }
+    layers = [frames for one in left if site_of(frames := events[one.born].frames) in _FORWARDS]
+    last = (event.frames for event in events[turns[-2] : turns[-1]] if event.action == "alloc")
+    ran = {tuple(map(id, frames)) for frames in last if site_of(frames) in _FORWARDS}
+    kept = {tuple(map(id, frames)) for frames in layers}
     return len(layers) >= _OF_A_GRAPH * len(turns) and _SHARE * len(kept & ran) >= len(ran)
 
 
