@@ -54,6 +54,13 @@ def test_in_jupyterlab(tmp_path: Path) -> None:
         eventually(notebook.page, dark)
         frame.locator("#theme").click()
         assert frame.locator("body").evaluate(paper) == light
+        # Until the notebook's theme is another: a change of anything else in its page tells the same theme once more.
+        frame.locator("body").evaluate(
+            "() => { window.heard = new Promise((then) => window.addEventListener('message', then)); }"
+        )
+        notebook.page.evaluate("() => { document.body.dataset.other = 'changed'; }")
+        frame.locator("body").evaluate("async () => { await window.heard; }")
+        assert frame.locator("body").evaluate(paper) == light
         notebook.run(1)
         assert "Peak" in notebook.wait_for(1)
         notebook.run(2)

@@ -359,12 +359,12 @@ export function start(document, data) {
   });
   const prefersDark = window.matchMedia("(prefers-color-scheme: dark)");
   paintTheme(prefersDark.matches ? "dark" : "light");
-  let isTold = false; // a notebook says what its own theme is, whatever the system prefers
-  prefersDark.addEventListener("change", (event) => isTold || paintTheme(event.matches ? "dark" : "light"));
+  let told = null; // a notebook says what its own theme is, whatever the system prefers: again at every change of its page
+  prefersDark.addEventListener("change", (event) => told || paintTheme(event.matches ? "dark" : "light"));
   window.addEventListener("message", ({ source, data: said }) => {
-    if (source !== window.parent || !["light", "dark"].includes(said?.theme)) return;
-    isTold = true;
-    if (said.theme !== theme) paintTheme(said.theme);
+    if (source !== window.parent || !["light", "dark"].includes(said?.theme) || said.theme === told) return;
+    told = said.theme;
+    paintTheme(told);
   });
   find("theme").addEventListener("click", () => paintTheme(theme === "dark" ? "light" : "dark"));
   new window.ResizeObserver(() => redraw("all")).observe(over.parentElement);
