@@ -420,8 +420,8 @@ def test_weights_that_are_gone_by_the_end_are_their_models(book: Notebook) -> No
     with book.forgetting():
         book.cell(f"{made}model = Net()")
         said = book.measured("del model").answer
-    assert "are parameters of `model`" in said
-    assert "Peak at the start." in said
+    # (What cuBLAS works in is there, or not, by what ran before.)
+    assert re.search(r"are parameters of `model`(?:; [\d.]+ MiB are workspace \([^)]*\))?\. Peak at the start\.", said)
 
 
 @pytest.mark.parametrize(

@@ -296,11 +296,12 @@ class Batch:
         known, shapeless = [], []
         for one in allocations:
             birth = self.births.get(one.born)
-            if not self._may_be(one):
+            if birth is not None and birth.operator == _RNN and self._is(one, "workspace"):
                 # (What cuDNN works in grows with steps and items, too.)
-                known += [one] if birth is not None and birth.operator == _RNN and self._is(one, "workspace") else []
+                known.append(one)
+            elif not self._may_be(one):
                 continue
-            if birth is not None and birth.shape is None:
+            elif birth is not None and birth.shape is None:
                 shapeless.append(one)
             elif self.has(birth) and not self._is_set_of_data(one):
                 known.append(one)

@@ -12,9 +12,7 @@ from dataclasses import replace
 from gpumem_magic.attribution.owners import lives_at
 from gpumem_magic.causes.model import LEAST, Scene, partnered, requested
 from gpumem_magic.causes.places import emptied_by, in_common, quoted, spots, together
-from gpumem_magic.causes.written import Written
-from gpumem_magic.looks.expressions import targets
-from gpumem_magic.looks.parsing import parsed
+from gpumem_magic.causes.written import Written, names_given, statements_in
 from gpumem_magic.owners.holders import joined
 from gpumem_magic.owners.model import KINDS_OF_A_MODEL, Held, Root, size_of
 from gpumem_magic.recording.model import FORWARD, Span
@@ -170,7 +168,7 @@ def built_again(scene: Scene) -> Iterator[Cause]:
                 f"`{_short(point.statement)}` built a model while the previous one was still on the device, which "
                 f"took {human(taken)} more{beside}{until}."
             )
-            given = _given_values(point.statement)
+            given = names_given(point.statement)
             optimizer = " (and its optimizer)" if len(given) == 1 else ""
             remedy = f"`del {', '.join(given)}`{optimizer} before building it again." if given else ""
         elif keepers := _keepers(scene, both):
@@ -207,18 +205,6 @@ def _gone_with(scene: Scene, begin: int, built: int, gone: int) -> list[Allocati
         and scene.labels[one.index].category in OF_A_MODEL
     )
     return [replace(one, born=begin - 1) for one in its]
-
-
-def _given_values(statement: str) -> list[str]:
-    """The plain names to which an assignment gives values, where all of them are such."""
-    try:
-        (node,) = parsed(textwrap.dedent(statement)).body
-    except (SyntaxError, ValueError):
-        return []
-    if not isinstance(node, ast.Assign) or len(node.targets) != 1:
-        return []
-    names = list(targets(node.targets[0]))
-    return names if all(name.isidentifier() for name in names) else []
 
 
 def built_beside(scene: Scene) -> Iterator[Cause]:
@@ -466,10 +452,7 @@ def _at(place: Written | None) -> str:
 
 def _works_on_a_model(scene: Scene, statement: str) -> bool:
     """Whether a statement gives new weights to a model that stays (pruning it, say): it names one and assigns nothing."""
-    try:
-        body = parsed(textwrap.dedent(statement)).body
-    except SyntaxError:
-        return False
+    body = statements_in(textwrap.dedent(statement))
     return bool(body) and all(
         isinstance(one, ast.Expr)
         and any(isinstance(node, ast.Name) and node.id in scene.modules for node in ast.walk(one))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from gpumem_magic.causes.alike import made_at
-from gpumem_magic.causes.model import EQUAL_ITERATIONS, LEAST, Scene
+from gpumem_magic.causes.model import Scene
 from gpumem_magic.causes.places import Spot, added, quoted
 from gpumem_magic.causes.turns import turns_of_lines
 from gpumem_magic.owners.model import ERROR, TRACEBACK, Held, Station, size_of
@@ -44,9 +44,8 @@ def _piled_up(scene: Scene, failed: str) -> Cause | None:
     """What the iterations left, one like the other, up to the request that failed, where it is most of what was there. failed:
     where that was, in words."""
     for whole in map(scene.finished, (scene.iterations, *scene.loops, *turns_of_lines(scene))):
-        steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in whole]
-        last = steps[-EQUAL_ITERATIONS:]
-        if len(whole) <= EQUAL_ITERATIONS or min(last) < LEAST or max(last) > 1.5 * min(last):
+        last = scene.left_evenly(whole)
+        if not last:
             continue
         made = [one for one in scene.timeline.live_at(scene.peak) if whole[0].start <= one.born < whole[-1].end]
         if 2 * size_of(made) < scene.report.peak.allocated:

@@ -74,14 +74,9 @@ def leaving(steps: Sequence[int], each: int) -> list[int]:
     return [one for one in steps if 2 * one >= each]
 
 
-def _steps(scene: Scene, iterations: Sequence[Iteration]) -> list[int]:
-    """How many bytes more are allocated after each iteration than before it."""
-    return [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
-
-
 def _recurs(scene: Scene, iterations: Sequence[Iteration], every: int) -> bool:
     """Whether the last iterations left the same as those so many before them, as random sizes do not."""
-    steps = _steps(scene, iterations)
+    steps = scene.left_by(iterations)
     pairs = list(zip(steps[-every:], steps[-2 * every : -every], strict=True)) if len(steps) >= 2 * every else []
     largest = max((abs(size) for pair in pairs for size in pair), default=0)
     return bool(pairs) and all(NEAR * abs(one - other) <= largest for one, other in pairs)
@@ -97,7 +92,7 @@ def _growth_of(scene: Scene, iterations: Sequence[Iteration], every: int) -> Cau
     """What one loop's iterations leave behind. Without text where another cause says it."""
     if len(iterations) < EQUAL_ITERATIONS + 1:
         return None
-    steps = _steps(scene, iterations)
+    steps = scene.left_by(iterations)
     # The first iteration brings gradients and optimizer states, which stay.
     last = steps[-EQUAL_ITERATIONS:]
     uneven = max(last) > 1.5 * min(last)

@@ -9,8 +9,9 @@ from itertools import pairwise
 from statistics import median_low
 from typing import NamedTuple
 
-from gpumem_magic.attribution.places import place_in_program
+from gpumem_magic.attribution.places import line_in_program
 from gpumem_magic.attribution.sites import CAST, FUNCTION, site_of
+from gpumem_magic.causes.forwards_by_stacks import after_backwards, go_backward
 from gpumem_magic.causes.model import LEAST, Scene
 from gpumem_magic.causes.stack_loops import LoopInStacks, loops_of
 from gpumem_magic.owners.model import size_of
@@ -51,21 +52,18 @@ def growth(scene: Scene) -> Iterator[Cause]:
 
 def graphs_ahead(scene: Scene) -> Iterator[Cause]:
     """At the peak, what several turns saved for one backward that comes behind them all."""
-    backwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD)]
-    begun = max((end for _, end in backwards if end < scene.moment), default=0)
-    found = _most_even(scene, begun, scene.moment, _OF_GRAPHS)
-    if scene.report.error is not None or found is None:
+    if scene.report.error is not None:
+        return
+    found = _most_even(scene, after_backwards(scene), scene.moment, _OF_GRAPHS)
+    if found is None:
         return
     saved = [one for one in found.left if scene.labels[one.index].category == "activations" and one.freed is not None]
-    gone = max((one.freed or 0 for one in saved), default=0)
-    goes_back = any(scene.moment <= end and start < gone for start, end in backwards)
-    if size_of(saved) < scene.part_of_peak(_OF_GRAPHS) or not goes_back:
+    if size_of(saved) < scene.part_of_peak(_OF_GRAPHS) or not go_backward(scene, saved):
         return
-    count = len(found.loop.begins)
     yield Cause(
         "waiting_graphs",
-        f"{count} {found.loop.once.replace(found.loop.noun, f'{found.loop.noun}s', 1)} come before one backward, and what they "
-        f"saved for it is all there until then: {human(size_of(saved))}.",
+        f"{len(found.loop.begins)} {found.loop.several} come before one backward, and what they saved for it is all there until "
+        f"then: {human(size_of(saved))}.",
         f"Where each {found.loop.noun} has a loss of its own, `.backward()` in it lets go of what it saved: gradients add up by "
         "themselves. (What one turn hands on to the next has to be `.detach()`ed then.)",
         size_of(saved),
@@ -122,7 +120,7 @@ def _told(scene: Scene, found: _LeftByTurns) -> Cause:
     turns, events = found.loop.begins, scene.recording.logs[scene.device].events
     recurring: dict[tuple[str, str], list[Allocation]] = defaultdict(list)
     for one in found.left:
-        line = place_in_program(events[one.born].frames).partition(",")[0]
+        line = line_in_program(events[one.born].frames)
         recurring[scene.labels[one.index].category, line].append(one)
     # (What one turn alone left, the others only used: an optimizer's states, a batch.)
     left = {

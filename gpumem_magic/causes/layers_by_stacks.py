@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from gpumem_magic.causes.forwards_by_stacks import after_backwards, go_backward
 from gpumem_magic.causes.model import WORTH, Scene
 from gpumem_magic.causes.stack_loops import loops_of
 from gpumem_magic.owners.model import size_of
-from gpumem_magic.recording.model import BACKWARD
 from gpumem_magic.report.model import Cause
 from gpumem_magic.snapshot.model import Frame
 from gpumem_magic.snapshot.timeline import Allocation
@@ -25,15 +25,11 @@ _CHECKPOINTS = "checkpoint.py"
 def layers_by_stacks(scene: Scene) -> Iterator[Cause]:
     """A good part of the peak is what layers that are alike saved in a forward that goes backward."""
     events = scene.recording.logs[scene.device].events
-    backwards = [(scene.start_of(one), scene.end_of(one)) for one in scene.spans(BACKWARD)]
-    # (What is left of earlier forwards is kept by something else.)
-    begun = max((end for _, end in backwards if end < scene.moment), default=0)
+    begun = after_backwards(scene)
     kept = [
         one for one in scene.living_in(scene.moment, "activations") if one.born >= begun and events[one.born].frames
     ]
-    gone = max((one.freed or scene.end for one in kept), default=0)
-    goes_back = any(scene.moment <= end and start < gone for start, end in backwards)
-    if size_of(kept) < max(WORTH, scene.part_of_peak(_PART)) or not goes_back:
+    if size_of(kept) < max(WORTH, scene.part_of_peak(_PART)) or not go_backward(scene, kept):
         return
     by_stack: dict[tuple[Frame, ...], list[Allocation]] = defaultdict(list)
     for one in kept:

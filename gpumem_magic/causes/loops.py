@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from gpumem_magic.causes.alike import made_at
 from gpumem_magic.causes.growth import leaving
-from gpumem_magic.causes.model import LEAST, WORTH, Scene
+from gpumem_magic.causes.model import EQUAL_ITERATIONS, LEAST, WORTH, Scene
 from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.turns import turns_of_lines, what_comes_and_goes
 from gpumem_magic.causes.written import Written, name_given
@@ -23,8 +23,6 @@ from gpumem_magic.units import human, listed
 _PARTS = 3
 # So many iterations that end alike; what they end with besides the model is at most one part in so many of the peak.
 _REPEATS, _SMALL = 3, 8
-# So many equal steps are no accident.
-_EQUAL = 3
 # What to do about a graph that is retained, where nothing says which part of it the next loss shares.
 SHARED = (
     "Where the next loss shares a part of it, add up both losses for one backward, or `.detach()` that part in the loss that "
@@ -167,15 +165,14 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
     trained = [scene.start_of(one) for one in scene.spans(BACKWARD)]
     for turns in (scene.forwards_of_a_statement, scene.iterations, *scene.loops, *turns_of_lines(scene)):
         iterations = scene.finished(turns)
-        steps = [scene.timeline.allocated_at(one.end) - scene.timeline.allocated_at(one.start) for one in iterations]
-        last = steps[-_EQUAL:]
-        if len(steps) <= _EQUAL or min(last) < LEAST or max(last) > 1.5 * min(last):
+        last = scene.left_evenly(iterations)
+        if not last:
             continue
         over = iterations[-1].end
         made = [
             one
             for one in scene.timeline.live_at(over)
-            if iterations[-_EQUAL].start <= one.born < iterations[-1].start and one.freed is not None
+            if iterations[-EQUAL_ITERATIONS].start <= one.born < iterations[-1].start and one.freed is not None
         ]
         if not _lines_of(scene, made).isdisjoint(_in_cycles(scene)):
             # Python's collector let go of it, and what is left of it waits for that still.
@@ -227,10 +224,11 @@ def grown_in_call(scene: Scene) -> Iterator[Cause]:
             view = (
                 "; a slice keeps all of its tensor: `.clone()` it" if made_there and scene.reads_last_position else ""
             )
+            each = sum(last) // len(last)
             yield Cause(
                 "growth",
-                f"Each iteration leaves {human(sum(last) // len(last))} more allocated than the previous one"
-                f"{scene.how_many(leaving(steps, sum(last) // len(last)))}{what or ','} and {ends}{ours}.",
+                f"Each iteration leaves {human(each)} more allocated than the previous one"
+                f"{scene.how_many(leaving(scene.left_by(iterations), each))}{what or ','} and {ends}{ours}.",
                 f"{way} only what is used later, on the host (`.detach().cpu()`){view}.",
                 size_of(held),
             )
@@ -256,7 +254,7 @@ def given_back_by_the_error(scene: Scene) -> Iterator[Cause]:
     if error is None or not error.wanted:
         return
     for iterations in map(scene.finished, scene.loops):
-        if len(iterations) <= _EQUAL:
+        if len(iterations) <= EQUAL_ITERATIONS:
             continue
         # (What the last one made goes by the loop's own names still.)
         turns = iterations[1:-1]

@@ -306,6 +306,17 @@ class Scene:
             for ends in self._ends_of_loops
         ]
 
+    def left_by(self, iterations: Iterable[Iteration]) -> list[int]:
+        """How many bytes more are allocated after each iteration than before it."""
+        return [self.timeline.allocated_at(one.end) - self.timeline.allocated_at(one.start) for one in iterations]
+
+    def left_evenly(self, iterations: Iterable[Iteration]) -> list[int]:
+        """The same of the last ones, where these left about as much; [] where they did not, or are too few to tell."""
+        steps = self.left_by(iterations)
+        last = steps[-EQUAL_ITERATIONS:]
+        even = len(steps) > EQUAL_ITERATIONS and min(last) >= LEAST and max(last) <= 1.5 * min(last)
+        return last if even else []
+
     def turn_of(self, position: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """The loops around the statement that ran at a position, and which iteration of each it was; None outside of loops."""
         point = self.tensors.statement_at(position) if self.tensors is not None else None

@@ -25,6 +25,8 @@ _INDICES = frozenset({"sort", "argsort", "topk", "nonzero", "randperm", "kthvalu
 # What a loss saves is no layer's.
 _LOSS = re.compile(r"loss|log_softmax|cross_entropy|kl_div")
 _ASKED_FOR = re.compile(r"\boutput_attentions\s*=\s*True")
+# What `nn.MultiheadAttention` runs in evaluation, without gradients.
+_IN_ONE = "native_multi_head_attention"
 _ONLY_PLAIN = re.compile(r"sdpa_kernel\(\s*\[?\s*(?:\w+\.)*SDPBackend\.MATH\s*\]?\s*\)")
 # Scores of so many layers are kept by something.
 _LAYERS = 3
@@ -259,10 +261,6 @@ def _square_factors(births: Iterable[Birth]) -> set[tuple[int, int]]:
     }
 
 
-# What `nn.MultiheadAttention` runs in evaluation, without gradients.
-_IN_ONE = "native_multi_head_attention"
-
-
 def _scores_at(scene: Scene) -> tuple[Birth, list[int], int] | None:
     """Where no backward looked at a graph: the softmax over square tensors that a product takes up, the sizes of all tensors of
     that shape at the moment, and the length."""
@@ -298,7 +296,7 @@ def _written(scene: Scene, birth: Birth) -> tuple[str, str]:
         return "", WITHOUT_SCORES
     line = f"line {place.own_line}" if place.own_file == scene.recording.own_file else ""
     at = f" (`{place.expression}`{f', {line}' if line else ''})" if place.expression else f" ({line})" if line else ""
-    if birth.operator == "multi_head_attention_forward" or birth.operator == _IN_ONE:
+    if birth.operator in ("multi_head_attention_forward", _IN_ONE):
         return at, "`need_weights=False` in the call of `nn.MultiheadAttention` never stores them."
     if birth.why or "scaled_dot_product_attention" in f"{birth.operator} {place.expression}":
         if (asked := _ONLY_PLAIN.search(scene.typed)) is not None:

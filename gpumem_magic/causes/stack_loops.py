@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice, takewhile
 from typing import NamedTuple
 
+from gpumem_magic.attribution.places import line_in_words
 from gpumem_magic.attribution.sites import is_python, tells_a_part
 from gpumem_magic.causes.model import Scene, found_once
 from gpumem_magic.snapshot.model import Frame
@@ -33,6 +33,11 @@ class LoopInStacks(NamedTuple):
     @property
     def noun(self) -> str:
         return self.once.partition(" ")[0]
+
+    @property
+    def several(self) -> str:
+        """``turns of the loop at …``."""
+        return self.once.replace(self.noun, f"{self.noun}s", 1)
 
     def between(self, begin: int, end: int) -> LoopInStacks:
         """With those of its turns that begin between two positions."""
@@ -65,13 +70,14 @@ def loops_of(scene: Scene) -> list[LoopInStacks]:
                 reached[function].clear()
                 calls[function].append(number)
                 was = 0
-            if was > now.line or now.line not in reached[function]:
-                came[function, now.line].append((number, was if was > now.line else 0))
+            source = was if was > now.line else 0
+            if source or now.line not in reached[function]:
+                came[function, now.line].append((number, source))
             reached[function].add(now.line)
         before = way
     found = [loop for (function, line), its in came.items() if len(its) > 1 for loop in _of_a_line(function, line, its)]
     return found + [
-        LoopInStacks(f"call of {function[2]}() at {_place(ways.callers[function[0]])}", its)
+        LoopInStacks(f"call of {function[2]}() at {line_in_words(ways.callers[function[0]])}", its)
         for function, its in calls.items()
         if function[0] and len(its) > 1
     ]
@@ -110,12 +116,5 @@ def _of_a_line(function: _Function, line: int, came: Sequence[tuple[int, int]]) 
     for least in sorted(source for source, _ in sources.most_common(_SOURCES)):
         begins = [event for event, source in came if not source or source >= least]
         last, _ = max(sources.items(), key=lambda pair: (pair[0] >= least, pair[1]))
-        place = _place(Frame(function[1], function[2], line), last)
+        place = line_in_words(Frame(function[1], function[2], line), last)
         yield LoopInStacks(f"turn of the loop at {place}", begins)
-
-
-def _place(frame: Frame, last: int = 0) -> str:
-    """``train.py:15-31 fit``; last: the last line of several."""
-    name = os.path.basename(frame.filename.replace("\\", "/"))
-    lines = f"{frame.line}-{last}" if last > frame.line else f"{frame.line}"
-    return f"{name}:{lines}" if frame.name == "<module>" else f"{name}:{lines} {frame.name}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 from gpumem_magic.causes.statements import ADDING, FUNCTIONS, LOOPS, gives, last_name, makes_several
+from gpumem_magic.looks.expressions import targets
 from gpumem_magic.looks.parsing import parsed
 
 _MAGIC = re.compile(r"^(\s*)[!%].*$", re.M)
@@ -211,6 +213,15 @@ def name_given(statement: str) -> str:
     """The one name to which a statement gives its value; "" where it gives it to none, or to something else."""
     name, equals, _ = statement.strip().partition(" = ")
     return name if equals and name.isidentifier() else ""
+
+
+def names_given(statement: str) -> list[str]:
+    """The names to which an assignment gives values; [] where it gives one to something else, or is none."""
+    body = statements_in(textwrap.dedent(statement))
+    if len(body) != 1 or not isinstance(body[0], ast.Assign) or len(body[0].targets) != 1:
+        return []
+    names = list(targets(body[0].targets[0]))
+    return names if all(name.isidentifier() for name in names) else []
 
 
 def put_into(statement: str) -> str:

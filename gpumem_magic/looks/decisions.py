@@ -184,7 +184,7 @@ def leads_to(
     only what is around it counts, and not what it tells itself."""
     raised_in = raised_in or file
     number, most = int(raised_in != file), _WAY if made_of_it else _VALUE
-    reached = _reached(file, read, ((raised_in, 0),))
+    reached = _reached(file, read, (), others=(raised_in,))
     return ((number, read) == (0, raised) and not around) or any(
         one.first <= raised <= one.last
         and (one.is_around or not around)
@@ -200,7 +200,7 @@ def divides(file: str, read: int, raised: int, raised_in: str = "") -> bool:
     """Whether the line `raised`, of the same file or of `raised_in`, divides by what the line `read` reads, or what was made of
     it."""
     raised_in = raised_in or file
-    reached = _reached(file, read, ((raised_in, 0),))
+    reached = _reached(file, read, (), others=(raised_in,))
     return any(
         test[0] == int(raised_in != file)
         and test[1].covers(raised)
@@ -226,22 +226,13 @@ def only_waits(file: str, line: int) -> bool:
     )
 
 
-def _reached(file: str, line: int, callers: _Lines, sized: bool = False, places: _Places = ()) -> _Reached:
-    files = list(dict.fromkeys((file, *(one for one, _ in callers))))
+def _reached(
+    file: str, line: int, callers: _Lines, sized: bool = False, places: _Places = (), others: Sequence[str] = ()
+) -> _Reached:
+    """others: further files, in which names are looked for."""
+    files = list(dict.fromkeys((file, *(one for one, _ in callers), *others)))
     calling = tuple((files.index(one), number) for one, number in callers[:_CALLS] if (one, number) != (file, line))
     return _reached_in(tuple(map(flows.of_file, files)), line, sized, tuple(places), calling)
-
-
-# Each of the questions above is asked of a line.
-@lru_cache(maxsize=16)
-def _reached_in(
-    files: tuple[FileFlows, ...],
-    line: int,
-    sized: bool,
-    places: tuple[Place, ...],
-    calling: tuple[tuple[int, int], ...],
-) -> _Reached:
-    return _Reached(files, line, sized, places, calling)
 
 
 class _Reached:
@@ -389,6 +380,10 @@ def _names(file: FileFlows, line: int, function: str) -> bool:
     given = f"{function}()", f"::{function}()"
     sources = [*(one.source for one in file.flows), *(one.source for one in file.tests)]
     return any(key[1].startswith(given) for one in sources if one.covers(line) for key in one.keys)
+
+
+# Each of the questions above is asked of a line.
+_reached_in = lru_cache(maxsize=16)(_Reached)
 
 
 def _sets_lengths(level: int) -> bool:
