@@ -503,6 +503,7 @@ meter.update(y)
 if TEST:
     train(z)
 """
+_GIVEN_BACK = _OWN_CLASS.replace("meter =", "    def read(self): return GIVES\nmeter =")
 _TRIED = """y = x.item()
 try:
     DOES
@@ -676,6 +677,11 @@ log.info('%s', y)"""
         (_OWN_CLASS.replace("TEST", "meter"), True),
         (_OWN_CLASS.replace("TEST", "not meter"), True),
         (_OWN_CLASS.replace("TEST", "meter is None"), False),
+        # What its methods give is the object itself, or is not.
+        (_GIVEN_BACK.replace("GIVES", "self").replace("TEST", "not meter.read()"), True),
+        (_GIVEN_BACK.replace("GIVES", "self").replace("TEST", "meter.read() is None"), False),
+        (_GIVEN_BACK.replace("GIVES", "self").replace("read", "__call__").replace("TEST", "meter()"), True),
+        (_GIVEN_BACK.replace("GIVES", "3").replace("TEST", "meter.read()"), False),
         (_OWN_CLASS.replace("__bool__", "__lt__").replace("TEST", "meter < 3"), True),
         (_OWN_CLASS.replace("__bool__", "__lt__").replace("TEST", "meter"), False),
         (_OWN_CLASS.replace("TEST", "other"), False),

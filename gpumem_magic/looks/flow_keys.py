@@ -60,7 +60,9 @@ class KeyReader:
         self._dictionaries = dictionaries(tree)
         self._modules = imported_modules(tree)
         self._given = GivenNames(tree)
-        self._defined = frozenset(one.name for one in ast.walk(tree) if isinstance(one, FUNCTIONS))
+        functions = [one for one in ast.walk(tree) if isinstance(one, FUNCTIONS)]
+        self._defined = frozenset(one.name for one in functions)
+        self._giving_self = frozenset(one.name for one in functions if _gives_self(one))
         self._once = 0
         self._statement: Place = (0, 0)
 
@@ -89,16 +91,18 @@ class KeyReader:
         return uses._replace(keys=frozenset(map(length, uses.keys)))
 
     def _keys(self, node: ast.AST, asked: str) -> Iterator[Key]:
-        """What is used. asked: of a name only its "truth" (whether something is in it) or "length"."""
+        """What is used. asked: of a name only its "truth" (whether something is in it), its "length", or what it is "itself"."""
         if isinstance(node, ast.Call):
             name = called(node)
             # (A dictionary's keys are not what is in it.)
             about = "length" if name in _ASKING_SHAPE else "truth" if name == "keys" and not arguments(node) else ""
             yield from _asked((0, f"{self._name_called(node)}()"), asked)
+            if asked == "truth":
+                yield from self._truth_of(self._object_given(node))
             if (function := dotted(node.func)) and function not in self._defined:
                 yield result_of(self._key(function))
             if isinstance(node.func, ast.Attribute):
-                yield from self._keys(node.func.value, about or asked)
+                yield from self._keys(node.func.value, about or ("itself" if asked == "truth" else asked))
             for argument in arguments(node):
                 yield from self._keys(argument, about)
             for function in functions_asked(node):
@@ -146,7 +150,7 @@ class KeyReader:
             while len(parts) > 1 and parts[-1] in _ITSELF:
                 parts.pop()
             if asked == "truth":
-                yield from ((0, f"{one}()") for one in ("__bool__", "__len__") if self._has_method(node, one))
+                yield from self._truth_of(node)
             yield from _asked(self._key(".".join(parts)), asked)
             yield from (self._key(".".join(parts[:number])) for number in range(1, len(parts)))
         elif asked == "length" and isinstance(node, ast.Subscript) and self._are_rows(node.value):
@@ -183,6 +187,16 @@ class KeyReader:
             return frozenset(), ()
         return frozenset(), [self._uses(value)]
 
+    def _truth_of(self, node: ast.AST) -> Iterator[Key]:
+        """What an object of the file's own classes says of whether it is true."""
+        return ((0, f"{one}()") for one in ("__bool__", "__len__") if self._has_method(node, one))
+
+    def _object_given(self, call: ast.Call) -> ast.expr:
+        """What a call gives: the object itself, where its method ends so (``stop.step(loss)``, ``stop(loss)``)."""
+        if isinstance(call.func, ast.Attribute) and call.func.attr in self._giving_self:
+            return call.func.value
+        return call.func if "__call__" in self._giving_self else call
+
     def _compared(self, node: ast.Compare) -> Iterator[Key]:
         """What objects of the file's own classes say of how they compare."""
         for one in (node.left, *node.comparators):
@@ -215,6 +229,11 @@ def result_of(key: Key) -> Key:
 
 def nothing_of(key: Key) -> Key:
     return key[0], f"{key[1]}!"
+
+
+def _gives_self(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    given = (one.value for one in ast.walk(function) if isinstance(one, ast.Return))
+    return any(isinstance(one, ast.Name) and one.id == "self" for one in given)
 
 
 def receiver_of(call: ast.Call) -> Sequence[ast.expr]:
