@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -1383,6 +1384,20 @@ def test_a_schedule_that_goes_by_a_loss_is_said_first() -> None:
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([unknown()]))
         schedule.step(unknown().sum())
     assert measured.report.answer.startswith("On a real GPU an `if` may go the other way")
+
+
+@pytest.mark.parametrize("points", [1000, 40000])
+def test_what_rests_on_all_pairs_that_a_mask_may_select_is_said_first(points: int) -> None:
+    """As neighbours are found: of what most of the memory is made, or what fails, a card may select a few."""
+    with contextlib.suppress(torch.OutOfMemoryError), gpumem_magic.measure(device="T4") as measured:
+        where = unknown(points, 2)
+        first, second = (where @ where.T < 0.1).nonzero(as_tuple=True)
+        edges = where[first] - where[second]
+        del edges
+    assert (measured.report.error is not None) is (points == 40000)
+    assert measured.report.answer.startswith(
+        "On a real GPU a selection may be far smaller than the most that was taken"
+    )
 
 
 def test_a_size_that_a_mask_decides_is_said_behind_the_answer() -> None:

@@ -70,6 +70,7 @@ class Reads:
     memory goes by it ("working"), or an error came of it that was caught ("caught").
     solved: the lines that read in a function which a solver called: it goes on, or not, by what that gave.
     stacks: where it was called from, at its first read: the program's places, behind an optimizer's own that read in its stead.
+    widest: how many a line selected by a mask of several dimensions, where that is the most that there can be.
     instructions: those of the line that read, as a line may have several statements, with their line and column in bytes.
     """
 
@@ -80,6 +81,7 @@ class Reads:
         self.returned: Counter[_Line] = Counter()
         self.solved: set[_Line] = set()
         self.stacks: dict[_Line, tuple[_Line, ...]] = {}
+        self.widest: dict[_Line, int] = {}
         self.instructions: dict[_Line, dict[int, tuple[int | None, int | None]]] = defaultdict(dict)
         # The flag that each line was given last, and how often in a row.
         self.flags: dict[_Line, tuple[bool, int]] = {}

@@ -169,7 +169,7 @@ class StandIn:
     only prints goes by it ("text"), or an operator's own memory goes by it ("operator"). latest: nothing was read after it.
     caller: where a library read, the line of the program's own that called it. fails: the error that ended the program may come
     of what the line read. returned: how many went back to a device from the host, as they were, where nothing was made of them
-    that is known here.
+    that is known here. widest: how many were selected by a mask of several dimensions, all that there can be.
     """
 
     line: str
@@ -200,6 +200,7 @@ class StandIn:
     caller: str = field(default="", metadata={"only_with": "caller"})
     fails: bool = field(default=False, metadata={"only_with": "fails"})
     returned: int = field(default=0, metadata={"only_with": "returned"})
+    widest: int = field(default=0, metadata={"only_with": "widest"})
 
 
 @dataclass(frozen=True)

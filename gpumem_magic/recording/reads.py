@@ -66,12 +66,14 @@ class ReadsWithin:
         decides: dict[str, str] = {}
         callers: dict[str, str] = {}
         failing: set[str] = set()
+        widest: Counter[str] = Counter()
         for (file, line), count in sorted(read.items()):
             place = place_of(file, line)
             places[place] += count
             if (caller := _own_caller((file, line), self._reads)) is not None:
                 callers.setdefault(place, place_of(*caller))
             by_user[place] += self._reads.supplied[file, line] - self._supplied_before[file, line]
+            widest[place] = max(widest[place], self._reads.widest.get((file, line), 0))
             stack = self._reads.stacks.get((file, line), ())
             if failure is not None and _leads_to_one((file, line), stack, failure):
                 failing.add(place)
@@ -93,6 +95,7 @@ class ReadsWithin:
                 callers.get(place, ""),
                 place in failing,
                 0 if decides[place] else returned[place],
+                widest[place],
             )
             for place, count in places.items()
         )

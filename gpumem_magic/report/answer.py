@@ -7,7 +7,7 @@ are, which line made them and what keeps them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from gpumem_magic.allocator.verdict import CAPACITY, FRAGMENTATION
 from gpumem_magic.recording.model import OPTIMIZER, StandIn
@@ -71,6 +71,7 @@ _DOUBTS = {
     "step": "`GradScaler` may skip a step of the optimizer, whose state then comes later",
     "text": "the program may print something else",
 }
+_ALL_SELECTED = "a selection may be far smaller than the most that was taken here, on which this answer rests"
 # The program's way is the same, as far as these tell.
 _MILD = frozenset({"selection", "check", "step", "text", "operator"})
 # Where a program failed for another reason, less than this is no matter: PyTorch's allocator takes as much at a time from the
@@ -111,12 +112,24 @@ def _doubt(report: ReportData) -> tuple[str, bool]:
     values = "a value"
     if len(deciding) > 1:
         values, place = "values", f"{place} and at {counted(len(deciding) - 1, 'other line')}"
+    rests = _rests_on(report, {one.widest for one in deciding if one.widest})
+    doubts = {**_DOUBTS, "selection": _ALL_SELECTED} if rests else _DOUBTS
     doubt = (
-        f"On a real GPU {listed([_DOUBTS[kind] for kind in told])}: this depends on {values} that the virtual GPU does not know, "
+        f"On a real GPU {listed([doubts[kind] for kind in told])}: this depends on {values} that the virtual GPU does not know, "
         f"read at {place}; {_REAL}."
     )
     mild = _MILD | {"loop"} if _is_answered(report) else _MILD
-    return doubt, not mild.issuperset(kinds)
+    return doubt, rests or not mild.issuperset(kinds)
+
+
+def _rests_on(report: ReportData, counts: Set[int]) -> bool:
+    """Whether what failed, or most of the memory, is as large as so many, which were selected."""
+    error = report.error
+    if error is not None and error.asked is not None and not counts.isdisjoint(error.asked.shape):
+        return True
+    groups = all_groups(report, report.peak.position, report.peak.tensors) if counts else ()
+    its = sum(one.bytes for one in groups if one.shape is not None and not counts.isdisjoint(one.shape))
+    return 2 * its > report.peak.allocated
 
 
 def _is_answered(report: ReportData) -> bool:

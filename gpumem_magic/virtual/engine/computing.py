@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,9 +93,11 @@ class ComputingEngine(Engine):
         """Whether ``tensor[index] = value`` is done by now, for an index without lists."""
         return False
 
-    def selected(self, operator: str, largest: int, likely: int | None = None, inside: bool = False) -> int:
+    def selected(
+        self, operator: str, largest: int, likely: int | None = None, inside: bool = False, shape: Sequence[int] = ()
+    ) -> int:
         if self._ahead is None:
-            return super().selected(operator, largest, likely, inside)
+            return super().selected(operator, largest, likely, inside, shape)
         first = next(leaf for leaf in leaves(self._ahead[1]) if isinstance(leaf, torch.Tensor))
         if first.layout is not torch.strided:
             return int(first._nnz())

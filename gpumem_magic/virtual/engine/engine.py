@@ -853,17 +853,21 @@ class Engine:
         """Which share of a mask's elements is taken to be true (`shares`); None where nothing says so."""
         return None
 
-    def selected(self, operator: str, largest: int, likely: int | None = None, inside: bool = False) -> int:
+    def selected(
+        self, operator: str, largest: int, likely: int | None = None, inside: bool = False, shape: Sequence[int] = ()
+    ) -> int:
         """How many elements an operator selects whose result depends on values: as many as the user said, or as are likely, or
-        the most. inside: of another operator, whose results have their sizes whatever is selected."""
+        the most. inside: of another operator, whose results have their sizes whatever is selected. shape: of the mask, if it is
+        selected by one."""
         said = supplied.count_for(largest, users_line)
-        if not inside:
-            self.count_stand_in(by_user=said is not None, sized=True)
+        line = None if inside else self.count_stand_in(by_user=said is not None, sized=True)
         if said is not None:
             return said
         count = largest if likely is None else likely
         (self.largest_sizes if likely is None else self.likely_sizes)[operator] += 1
         self.assumed.add(count)
+        if line is not None and likely is None and count > max(shape, default=count):
+            self.reads.widest[line] = max(count, self.reads.widest.get(line, 0))
         return count
 
 

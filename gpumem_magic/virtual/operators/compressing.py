@@ -57,7 +57,7 @@ def _to_sparse(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -
     host = values.exact(source)
     places = math.prod(source.shape[:dims])
     if host is None:
-        count = engine.selected("to_sparse", places)
+        count = engine.selected("to_sparse", places, shape=source.shape[:dims])
     else:
         count = int(host.flatten(dims).ne(0).any(-1).sum()) if dims < host.dim() else int(host.ne(0).sum())
     shape = (count, *source.shape[dims:])

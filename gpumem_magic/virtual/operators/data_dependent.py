@@ -290,7 +290,7 @@ def _hold_positions(engine: Engine, device: int, mask: Any, count: int, held: Ex
 def _selected(engine: Engine, operator: str, mask: Any) -> int:
     """How many elements of a mask, whose values are not known, are taken to be true."""
     most, likely = tallies.taken(engine, mask)
-    return most if isinstance(most, Surely) else engine.selected(operator, most, likely)
+    return most if isinstance(most, Surely) else engine.selected(operator, most, likely, shape=mask.shape)
 
 
 @special(*overloads("nonzero nonzero.out"))
