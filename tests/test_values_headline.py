@@ -458,6 +458,10 @@ def test_a_number_that_is_only_printed_decides_nothing() -> None:
             4,
             True,
         ),
+        # Arguments that a list or a dictionary has.
+        ("given = dict(turns=x.item())\ndef run(turns):\n    for _ in range(turns): step()\nrun(**given)", 1, True),
+        ("given = [3, x.item()]\ndef run(first, turns):\n    for _ in range(turns): step()\nrun(*given)", 1, True),
+        ("given = [3, x.item()]\ndef run(first, turns):\n    for _ in range(turns): step()\nwalk(*given)", 1, False),
     ],
 )
 def test_which_lines_end_a_loop(tmp_path: Path, code: str, line: int, decides: bool) -> None:
@@ -759,6 +763,13 @@ log.info('%s', y)"""
         ("y = x.cpu()\nf = 'y.pt'\ntorch.save(y, f)\nif f in kept: train(z)", False),
         ("y = x.item()\nglobals()['COUNT'] = y\nif COUNT > 2: train(z)", True),
         ("y = x.item()\nglobals()['COUNT'] = y\nif COUNTS > 2: train(z)", False),
+        # What is kept is a tensor that was made, or is not known to be one.
+        ("y = x.item()\nz = 2 * torch.randn_like(x)\nif y < 0: kept.append(z)", True),
+        ("y = x.item()\nz = 2 * torch.randn_like(x)\nif y < 0: kept.append((step, z))", True),
+        ("y = x.item()\nz = torch.zeros(3).cuda().detach()\nif y < 0: kept.append(z)", True),
+        ("y = x.item()\nz = torch.randn(3).mean().item()\nif y < 0: kept.append(z)", False),
+        ("y = x.item()\nz = step + 1\nif y < 0: kept.append(z)", False),
+        ("y = x.item()\nz = torch.zeros(3)\nif y < 0: kept.append(y)", False),
     ],
 )
 def test_which_lines_choose_a_way(tmp_path: Path, code: str, chooses: bool) -> None:

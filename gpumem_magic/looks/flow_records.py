@@ -10,8 +10,8 @@ from gpumem_magic.looks.raises import NO_RAISES, Raises
 from gpumem_magic.looks.wording import Own
 
 # A name in a scope (its first line, 0 of a module) of a file; an attribute (``.best``), a function's result (``best()``) and its
-# arguments (``best(0``, ``best(limit``, and ``best(limit,of|0`` in a call with such keywords), which have no scope;
-# ``::best()`` is that of a function which is no method, as in ``torch.load()``. ``seen[]`` is what is in ``seen``,
+# arguments (``best(0``, ``best(limit``, ``best(*`` for any of them, and ``best(limit,of|0`` in a call with such keywords), which
+# have no scope; ``::best()`` is that of a function which is no method, as in ``torch.load()``. ``seen[]`` is what is in ``seen``,
 # ``seen[=best]`` what is there under that text and ``seen[*]`` what may be under any, ``seen#`` its length, ``seen?`` how many it
 # selects as a mask, ``seen!`` whether it is None, which a tensor's value alone does not make it. ``seen[]@1`` is what is at
 # place 1 of the tuples in ``seen``, ``seen[]^`` what is in it and was not put there as a tuple's part.

@@ -108,6 +108,8 @@ def _of_text(source: str) -> FileFlows:
 
 # What makes letters of numbers.
 _SPELLS = frozenset(("chr", "decode", "id_to_token", "id_to_piece", "convert_ids_to_tokens", "batch_decode"))
+# Which parameter a list or a dictionary of arguments is for (``build(*sizes, **settings)``).
+_ANY = "*"
 # What gives the object of a name, or of a key.
 _GIVES = frozenset(("getattr", "get", "get_submodule", "attrgetter", "itemgetter", "methodcaller"))
 # What says by an error that there is no more of an object.
@@ -196,6 +198,7 @@ class _FlowReader(KeyReader):
                 self._link((0, f"{one}({position}"), (function.lineno, parameter), takes)
             for parameter in named:
                 self._link((0, f"{one}({parameter}"), (function.lineno, parameter), takes)
+                self._link((0, f"{one}({_ANY}"), (function.lineno, parameter), takes)
         if owner is None:
             self._link((0, f"{name}()"), (0, f"::{name}()"))
         if any(isinstance(one, ast.Name) and "property" in one.id for one in function.decorator_list):
@@ -371,7 +374,10 @@ class _FlowReader(KeyReader):
         ends = isinstance(node, ast.While) or (loop is not None and any(isinstance(one, LEAVES) for one in inner))
         behind = left_out(node, inner, scope.body if loop is None else loop.body, loop is not None)
         found = [self._wording.works(one) for one in (behind, *branches)]
-        skips, works = found[0] is None, None in found or any(map(drops_a_gradient, inner))
+        skips, works = (
+            found[0] is None,
+            None in found or any(drops_a_gradient(one) or self._keeps(one) for one in inner),
+        )
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
             self._test(test, f"wait {around.lineno}")
@@ -420,15 +426,22 @@ class _FlowReader(KeyReader):
                 for noted in self._noted:
                     self._holds(test, noted)
 
+    def _keeps(self, node: ast.AST) -> bool:
+        """Whether it appends a tensor that the program has made to a list, which keeps it."""
+        if not isinstance(node, ast.Call) or called(node) != "append":
+            return False
+        parts = [part for one in node.args for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+        return any(isinstance(one, ast.Name) and self._given.may_be_made(self._key(one.id)) for one in parts)
+
     def _call(self, call: ast.Call) -> None:
         name = called(call)
         keywords = ",".join(sorted(one.arg for one in call.keywords if one.arg))
         known_as = f"{self._name_called(call)}({keywords}|" if keywords else f"{self._name_called(call)}("
         for position, argument in enumerate(call.args):
-            self._argument(argument, (0, f"{known_as}{position}"))
+            several = isinstance(argument, ast.Starred)
+            self._argument(argument, (0, f"{known_as}{_ANY if several else position}"))
         for one in call.keywords:
-            if one.arg:
-                self._argument(one.value, (0, f"{known_as}{one.arg}"))
+            self._argument(one.value, (0, f"{known_as}{one.arg or _ANY}"))
         if isinstance(call.func, ast.Attribute) and name in ("append", "extend", "add"):
             for argument in call.args:
                 names = (*inside(call.func.value), *anywhere_in(call.func.value))

@@ -22,6 +22,20 @@ _MAKING = frozenset((
 _KEEPING = frozenset(
     ("copy", "clone", "contiguous", "float", "half", "double", "int", "long", "abs", "to", "view", "reshape")
 )
+# What gives a tensor where it is asked of one, and none of the host.
+_CARRYING = _KEEPING | {
+    "cuda",
+    "detach",
+    "requires_grad_",
+    "type_as",
+    "t",
+    "transpose",
+    "permute",
+    "squeeze",
+    "unsqueeze",
+    "pow",
+    "exp",
+}
 
 
 class _Bound(NamedTuple):
@@ -56,6 +70,10 @@ class GivenNames:
         """Whether it is a tensor or an array."""
         return self._is_one(name, set())
 
+    def may_be_made(self, name: _Name) -> bool:
+        """Whether it may be a tensor that the program makes: one of the values that it is given is."""
+        return self._is_made(name, set())
+
     def follows(self, name: _Name, method: str) -> bool:
         """Whether it is an object of the file's own class that has this method, with all its parameters named."""
         given = self._given.get(name, ())
@@ -65,6 +83,26 @@ class GivenNames:
             and method in self._classes.get(one.value.func.id, ())
             for one in given
         )
+
+    def _is_made(self, name: _Name, seen: set[_Name]) -> bool:
+        if name in seen:
+            return False
+        seen.add(name)
+        given = self._given.get(name, ())
+        return any(one.value is not None and self._is_new(one.value, one.scopes, seen) for one in given)
+
+    def _is_new(self, node: ast.expr, scopes: Sequence[int], seen: set[_Name]) -> bool:
+        """Whether an expression makes a tensor, as far as its text tells: what a model gives may be anything."""
+        if isinstance(node, ast.Name):
+            at = next((one for one in reversed(scopes) if (one, node.id) in self._given), None)
+            return at is not None and self._is_made((at, node.id), seen)
+        if isinstance(node, (ast.BinOp, ast.UnaryOp)):
+            sides = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
+            return any(self._is_new(one, scopes, seen) for one in sides)
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        of_pytorch = isinstance(node.func.value, ast.Name) and node.func.value.id == "torch"
+        return of_pytorch or (node.func.attr in _CARRYING and self._is_new(node.func.value, scopes, seen))
 
     def _is_one(self, name: _Name, seen: set[_Name]) -> bool:
         if name in seen:
