@@ -767,6 +767,8 @@ log.info('%s', y)"""
         ("y = x.item()\nz = 2 * torch.randn_like(x)\nif y < 0: kept.append(z)", True),
         ("y = x.item()\nz = 2 * torch.randn_like(x)\nif y < 0: kept.append((step, z))", True),
         ("y = x.item()\nz = torch.zeros(3).cuda().detach()\nif y < 0: kept.append(z)", True),
+        ("y = x.item()\nz = torch.randn(3)\nw = 2 * z if y < 0 else z", True),
+        ("y = x.item()\nz = torch.randn(3)\nw = 2 * y if y < 0 else y", False),
         ("y = x.item()\nz = torch.randn(3).mean().item()\nif y < 0: kept.append(z)", False),
         ("y = x.item()\nz = step + 1\nif y < 0: kept.append(z)", False),
         ("y = x.item()\nz = torch.zeros(3)\nif y < 0: kept.append(y)", False),

@@ -376,7 +376,7 @@ class _FlowReader(KeyReader):
         found = [self._wording.works(one) for one in (behind, *branches)]
         skips, works = (
             found[0] is None,
-            None in found or any(drops_a_gradient(one) or self._keeps(one) for one in inner),
+            None in found or any(drops_a_gradient(one) or self._takes(one) for one in inner),
         )
         around = node if isinstance(node, ast.While) else loop
         if ends and isinstance(around, ast.While) and (around is node) is not isinstance(around.test, ast.Constant):
@@ -426,11 +426,14 @@ class _FlowReader(KeyReader):
                 for noted in self._noted:
                     self._holds(test, noted)
 
-    def _keeps(self, node: ast.AST) -> bool:
-        """Whether it appends a tensor that the program has made to a list, which keeps it."""
-        if not isinstance(node, ast.Call) or called(node) != "append":
+    def _takes(self, node: ast.AST) -> bool:
+        """Whether it reckons with a tensor that the program has made, or appends one to a list, which keeps it."""
+        if isinstance(node, ast.BinOp):
+            parts = [node.left, node.right]
+        elif isinstance(node, ast.Call) and called(node) == "append":
+            parts = [part for one in node.args for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
+        else:
             return False
-        parts = [part for one in node.args for part in (one.elts if isinstance(one, ast.Tuple) else [one])]
         return any(isinstance(one, ast.Name) and self._given.may_be_made(self._key(one.id)) for one in parts)
 
     def _call(self, call: ast.Call) -> None:
