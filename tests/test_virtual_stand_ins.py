@@ -75,11 +75,29 @@ def test_what_follows_from_a_drawn_number_agrees_with_it(machine: gpu.VirtualMac
         (torch.randint(5, high=100, size=(3,), device="cuda"), 5),
     ):
         assert [len(range(200)[start : start + 50]) for start in starts] == [50] * 3
-        assert starts.tolist() == [least] * 3
+        assert starts.tolist() == [least, (least + 99) // 2, 99]
         assert machine.reads.counts
         machine.reads.counts.clear()
     gpumem_magic.stand_in(9)
     assert torch.randint(5, 100, (3,), device="cuda").tolist() == [9] * 3
+
+
+@pytest.mark.parametrize("count", [64, 5000])
+def test_what_was_drawn_among_so_many_has_as_many_classes(machine: gpu.VirtualMachine, count: int) -> None:
+    """As a loss counts labels, or makes one-hot rows of them: nearly all draws have some of each."""
+    for low, high in ((0, 10), (3, 10)):
+        labels = torch.randint(low, high, (count,), device="cuda")
+        assert len(torch.bincount(labels)) == len(torch.bincount(labels.clone(), minlength=4)) == high
+        assert torch.nn.functional.one_hot(labels).shape == (count, high)
+        assert (labels.max().item(), labels.amax().item(), labels.min().item()) == (high - 1, high - 1, low)
+        assert len(torch.bincount(labels, minlength=high + 5)) == high + 5
+    assert torch.randint(-5, 5, (count,), device="cuda").max().item() < 5
+
+
+def test_a_single_number_that_was_drawn_is_the_lowest(machine: gpu.VirtualMachine) -> None:
+    assert [torch.randint(7, 90, size, device="cuda").item() for size in ((), (1,))] == [7, 7]
+    chosen = torch.rand(3000, 12, device="cuda").argmax(1)
+    assert len(torch.bincount(chosen)) == chosen.max().item() + 1 == 12
 
 
 def test_known_values_stay_what_they_are() -> None:

@@ -238,7 +238,7 @@ class KnownEngine(ComputingEngine):
         elif draws and call.name.startswith("randint") and tensor.numel() <= values.MOST_GUESSED:
             # What is worked out of one such number agrees with it: a slice from `i` to `i + n` has n elements.
             with no_functions(), host_keys():
-                self.guess(tensor, _aten.full.default(tensor.size(), call.bounds()[0], dtype=tensor.dtype))
+                self.guess(tensor, shares.drawn_evenly(tensor, *call.bounds()))
         elif draws and self.bounds.guesses:
             guess = guesses.of_factory(call.name)
             if guess is not None:
@@ -246,7 +246,8 @@ class KnownEngine(ComputingEngine):
         among = shares.of_factory(call.name, *call.bounds()) if draws else None
         if among is not None and not self._nested and self.tape is None and _is_dense(tensor):
             self._spread = True
-            self.twins.placement(tensor).among = among
+            placement = self.twins.placement(tensor)
+            placement.among, placement.bound = among, shares.lowest_drawn(among, *call.bounds())
 
     def supply(self, tensor: VirtualTensor, host: torch.Tensor) -> None:
         if not _owns_storage(tensor):

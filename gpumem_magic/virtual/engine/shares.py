@@ -24,18 +24,20 @@ from gpumem_magic.virtual.engine.rule_book import RuleBook
 UNIT = 0
 
 
-class Choices(Protocol):
+class Drawn(Protocol):
     def among(self, tensor: Any) -> int | None:
         """Among how many each element was chosen, or `UNIT`; None where nothing is known of it."""
 
+    def bound(self, tensor: Any) -> float | None:
+        """The number nearest to zero that elements may be, where that is not zero; None where nothing says so."""
+
+
+class Choices(Drawn, Protocol):
     def at_most(self, tensor: Any) -> int | None:
         """How many elements are not zero, at most; None where nothing is known of it."""
 
     def share(self, tensor: Any) -> Fraction | None:
         """Which share of a mask's elements is not zero; None where nothing says so."""
-
-    def bound(self, tensor: Any) -> float | None:
-        """The number nearest to zero that elements may be, where that is not zero; None where nothing says so."""
 
     def kinds(self, tensor: Any) -> int | None:
         """How many different integers a tensor may have, where they are known for sure and come again; None where they do not."""
@@ -82,11 +84,22 @@ def _largest(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     return _of_length(_along(args, kwargs, 2, -1), 1)
 
 
-@_for("max min", begins=True)
-def _largest_and_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+@_for("min", begins=True)
+def _least_and_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     # (Of all elements, or of two tensors, it gives numbers alone.)
     chooses = "dim" in kwargs or (len(args) > 1 and isinstance(args[1], int))
     return _of_length(_along(args, kwargs, 1, None), 1) if chooses else _of_bound(known.bound(args[0]))
+
+
+@_for("max", begins=True)
+def _largest_and_place(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    highest = highest_of(known, args[0]) if len(args) == 1 and not kwargs else None
+    return _of_bound(highest) or _least_and_place(known, args, kwargs)
+
+
+@_for("amax")
+def _largest_of_all(known: Choices, args: Any, kwargs: Any) -> Spread | None:
+    return _of_bound(highest_of(known, args[0])) or _one_of_them(known, args, kwargs)
 
 
 def _of_bound(bound: float | None) -> Spread | None:
@@ -155,7 +168,27 @@ def of_factory(name: str, low: int, high: int | None) -> int | None:
     """Among how many a factory's numbers are drawn, by its name. low, high: the bounds of `randint`."""
     if name in ("rand", "rand_like"):
         return UNIT
-    return high - low if name in ("randint", "randint_like") and high is not None and high - low > 1 else None
+    drawn = name in ("randint", "randint_like") and high is not None and low >= 0
+    return high - low if drawn and high is not None and high - low > 1 else None
+
+
+def lowest_drawn(among: int, low: int, high: int | None) -> float | None:
+    """Of what `of_factory` found to be drawn among so many; None for zero."""
+    return float(low) or None if among != UNIT else None
+
+
+def drawn_evenly(like: torch.Tensor, low: int, high: int | None) -> torch.Tensor:
+    """Whole numbers from `low` to below `high` in a tensor's shape on the host; of a single one the lowest."""
+    steps = max(0, (high or 0) - low - 1)
+    places = _aten.arange.default(like.numel())
+    numbers: torch.Tensor = low + places * steps // max(1, like.numel() - 1)
+    return numbers.reshape(like.shape).to(like.dtype)
+
+
+def highest_of(known: Drawn, tensor: Any) -> float | None:
+    """The highest of those that may be chosen, or drawn, which some element is likely to be; None where that is not known."""
+    among = known.among(tensor)
+    return (known.bound(tensor) or 0.0) + among - 1 if among else None
 
 
 def _chance(number: float) -> Fraction:
@@ -275,7 +308,7 @@ def _together(known: Choices, args: Any, kwargs: Any) -> Spread | None:
 # ---- what was clamped
 
 
-@_for("amax amin mean median")
+@_for("amin mean median")
 def _one_of_them(known: Choices, args: Any, kwargs: Any) -> Spread | None:
     return _of_bound(known.bound(args[0]))
 

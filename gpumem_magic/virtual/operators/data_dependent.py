@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from gpumem_magic.looks.tensors import SPARSE_PARTS
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.private import overloads
-from gpumem_magic.virtual.engine import supplied, tallies, values
+from gpumem_magic.virtual.engine import shares, supplied, tallies, values
 from gpumem_magic.virtual.engine.arguments import refuse_lengths_of_ctc
 from gpumem_magic.virtual.engine.asserts import asserted
 from gpumem_magic.virtual.engine.calls import Counted, bytes_of, sparse_of, users_line, with_constants
@@ -345,10 +345,14 @@ def _bincount(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     if host is not None:
         size = max(least, int(host.max()) + 1 if host.numel() else 0)
     else:
-        # There is no largest size here: classes are as many as the program says.
-        engine.other_sizes["of `bincount` minlength, or 1"] += 1
+        highest = shares.highest_of(engine, args[0])
+        if highest is None:
+            # There is no largest size here: classes are as many as the program says.
+            engine.other_sizes["of `bincount` minlength, or 1"] += 1
+        else:
+            engine.largest_sizes["bincount"] += 1
         engine.count_stand_in(sized=True)
-        size = max(least, 1)
+        size = max(least, 1 + int(highest or 0))
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
     if not args[0].numel():
         return _placed(engine, (size,), dtype, device)
