@@ -924,6 +924,12 @@ def test_of_a_line_with_several_statements_the_one_that_reads_counts(tmp_path: P
         ("getattr(self, name)(x.item())", False),
         ("y = x.item()\nprint(names[y])", False),
         ("y = x.cpu()\nz = y.mean()\nloss(y)", False),
+        # One of a list of tensors, which may have another size, and one of a tensor's rows, which has not.
+        ("y = x.item()\nz = [torch.zeros(n) for n in sizes]\nz[y].clone()", True),
+        ("y = x.item()\nz = [torch.zeros(3), torch.zeros(9)]\nw = z[int(y)]\nw.sin()", True),
+        ("y = x.item()\nz = torch.zeros(3, 9)\nz[y].clone()", False),
+        ("y = x.item()\nz = [torch.zeros(3).item() for n in sizes]\nz[y].clone()", False),
+        ("y = x.item()\nz = [torch.zeros(3), torch.zeros(9)]\nw = z[k]\nw.sin()", False),
     ],
 )
 def test_which_lines_choose_an_object(tmp_path: Path, code: str, chooses: bool) -> None:

@@ -247,6 +247,8 @@ class _FlowReader(KeyReader):
         if isinstance(node, _ASSIGNMENTS):
             if node.value is not None:
                 names = tuple(self._targets(node))
+                if isinstance(node.value, ast.Subscript) and self._lists_tensors(node.value.value):
+                    self._flow(node.value.slice, names, "way")
                 if not (self._place_by_place(node) or self._handed_through(node, node.value, names)):
                     self._flow(node.value, names)
                     self._may_be_none(node.value, names)
@@ -436,6 +438,9 @@ class _FlowReader(KeyReader):
             return False
         return any(isinstance(one, ast.Name) and self._given.may_be_made(self._key(one.id)) for one in parts)
 
+    def _lists_tensors(self, node: ast.expr) -> bool:
+        return isinstance(node, ast.Name) and self._given.lists_made(self._key(node.id))
+
     def _call(self, call: ast.Call) -> None:
         name = called(call)
         keywords = ",".join(sorted(one.arg for one in call.keywords if one.arg))
@@ -485,6 +490,8 @@ class _FlowReader(KeyReader):
                 self._test(argument, "called")
         elif isinstance(call.func, ast.Attribute) and name not in QUIET and not functions_asked(call):
             self._test(call.func.value, "asked")
+            if isinstance(call.func.value, ast.Subscript) and self._lists_tensors(call.func.value.value):
+                self._test(call.func.value.slice, "called")
         for placed in placements(call):
             self._test(placed, "placed")
         for switch in switches(call):

@@ -74,6 +74,15 @@ class GivenNames:
         """Whether it may be a tensor that the program makes: one of the values that it is given is."""
         return self._is_made(name, set())
 
+    def lists_made(self, name: _Name) -> bool:
+        """Whether it may be a list of tensors that the program makes."""
+        return any(
+            self._is_new(element, one.scopes, set())
+            for one in self._given.get(name, ())
+            if isinstance(one.value, (ast.List, ast.ListComp))
+            for element in (one.value.elts if isinstance(one.value, ast.List) else [one.value.elt])
+        )
+
     def follows(self, name: _Name, method: str) -> bool:
         """Whether it is an object of the file's own class that has this method, with all its parameters named."""
         given = self._given.get(name, ())
