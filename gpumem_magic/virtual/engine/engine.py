@@ -908,6 +908,12 @@ def _refuse_foreign(tensor: FakeTensor) -> NoReturn:
     raise RuntimeError("a tensor of another FakeTensorMode can't be used together with tensors on the virtual GPU")
 
 
+def version_of(tensor: VirtualTensor) -> tuple[int, int]:
+    """The PyTorch of a tensor's device."""
+    engine: Engine = tensor.fake_mode.engine  # type: ignore[attr-defined]
+    return engine.memory.torch_version(tensor.get_device())
+
+
 def quiet(record: logging.LogRecord) -> bool:
     """A filter for the fake mode's log: an operator that a program calls wrongly is its own error, and is raised."""
     return not STATE.depth

@@ -6,7 +6,8 @@ A rule is a function under `special` (`engine.engine`) in the module that fits:
   depend on values), `checks` (comparisons), `known_zeros`, `matrix_ranks`;
 * what is copied first: `copies` (into another layout), `matrices_as_they_lie` (for cuBLAS), `products_of_types`,
   `convolution_layouts`, `index_lists`;
-* what is put in order, picked or counted: `sorting`, `scans`, `searches`, `scattering` and `positions` (masks), with `cub`;
+* what is put in order, picked or counted: `sorting`, `quantiles`, `scans`, `searches`, `scattering` and `positions`
+  (masks), with `cub`;
 * what is added up or drawn: `reductions`, `norms`, `losses`, `ctc`, `distances`, `draws`, `many_at_once`;
 * linear algebra: `solving_by_lu`, `solving_by_cholesky`, `solving_by_reflections` and `eigenvalues`, with `linear_algebra` and
   `cusolver`; `matrix_exponential`;

@@ -13,7 +13,7 @@ values come without vectors where no gradient needs these; C++ takes subclasses 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +21,12 @@ import torch.nn.functional as F
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.engine import Engine, version_of
 from gpumem_magic.virtual.engine.half_precision import HALF, accumulator
 from gpumem_magic.virtual.engine.modes import ThreadFlag, has_others, pushed
 from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
-from gpumem_magic.virtual.operators import matrix_ranks
+from gpumem_magic.virtual.operators import matrix_ranks, quantiles
 from gpumem_magic.virtual.operators.copies import GROUPS_AS_THEY_LIE_FROM, laid_out
 from gpumem_magic.virtual.operators.norms import by_cudnn, whole_batch_norm
 
@@ -561,10 +561,6 @@ def take_along_dim(self: Any, indices: Any, dim: int | None = None, **out: torch
     return by._op_dk(usual, self, indices, dim, **out)  # type: ignore[no-any-return]
 
 
-def version_of(tensor: VirtualTensor) -> tuple[int, int]:
-    return cast(Engine, engine_of(tensor)).memory.torch_version(tensor.get_device())
-
-
 def group_norm(
     input: torch.Tensor,
     num_groups: int,
@@ -603,6 +599,7 @@ _WAYS: dict[Any, Callable[..., torch.Tensor]] = {
     _aten.take_along_dim.default: take_along_dim,
     _aten.take_along_dim.out: take_along_dim,
     **matrix_ranks.WAYS,
+    **quantiles.WAYS,
 }
 # Kernels of CUDA's own, which below autograd are the operator itself.
 _KERNELS: dict[Any, Callable[..., Any]] = {

@@ -112,13 +112,18 @@ def _group_forward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, 
     return [*wide, *[samples * channels * item] * 2]
 
 
+# Since when channels of one number are not added up first (the builds of 2.12 and 2.14).
+_NO_SUMS_OF_ONE_FROM = (2, 14)
+
+
 @special(_aten.native_group_norm_backward.default, table=BESIDE)
 def _group_backward(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: int) -> tuple[int, ...]:
     """Adds up the gradient, and its product with the input, over each channel and each group."""
     input, (weight, samples, channels, inner, groups, wanted) = args[1], args[4:10]
     item = accumulator(input.dtype).itemsize
     by_channel, by_group = samples * channels * item, samples * groups * item
-    with engine.scratch(device, by_channel, by_channel):
+    one_each = inner == 1 and engine.memory.torch_version(device) >= _NO_SUMS_OF_ONE_FROM
+    with engine.scratch(device, *([] if one_each else [by_channel, by_channel])):
         if wanted[0]:
             with ExitStack() as factors, engine.scratch(device, by_group, by_group):
                 factors.enter_context(engine.scratch(device, 0 if inner == 1 or weight is None else by_channel))

@@ -24,14 +24,15 @@ from torch.torch_version import TorchVersion
 from gpumem_magic.patching import Patches
 from gpumem_magic.private import aten as _aten
 from gpumem_magic.virtual.engine import values
-from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.engine import Engine, version_of
 from gpumem_magic.virtual.engine.half_precision import accumulator
 from gpumem_magic.virtual.engine.modes import made_plainly
 from gpumem_magic.virtual.engine.tensors import VirtualTensor, engine_of
 from gpumem_magic.virtual.operators import reflections
-from gpumem_magic.virtual.operators.composites import call_node, version_of
+from gpumem_magic.virtual.operators.composites import call_node
 from gpumem_magic.virtual.operators.data_dependent import found_among
 from gpumem_magic.virtual.operators.kept_inputs import replaced
+from gpumem_magic.virtual.operators.written_gradients import WITHOUT_FIRST_FROM
 
 # Of a call: the context, the gradient, what was kept; gives the gradients of the operator's arguments.
 _Formula = Callable[[Any, torch.Tensor], tuple[Any, ...]]
@@ -304,9 +305,6 @@ def _trace_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
 
 # ---- maximum and minimum
 
-# Since when what has no share is found first, and bounds that are tensors are handled so, too (``derivatives.yaml``).
-_WITHOUT_FIRST_FROM = (2, 14)
-
 
 def _maximum_backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
     source, other = ctx.saved_tensors
@@ -328,7 +326,7 @@ def _shares(
 
 
 def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.Tensor]) -> torch.Tensor:
-    first = without() if version_of(source) >= _WITHOUT_FIRST_FROM else None
+    first = without() if version_of(source) >= WITHOUT_FIRST_FROM else None
     half = gradient / 2
     equal = source == other
     shared = torch.where(equal, half, gradient)
@@ -339,7 +337,7 @@ def _share(gradient: Any, source: Any, other: Any, without: Callable[[], torch.T
 
 def _by_version(newer: _Formula, older: _Formula) -> _Formula:
     def formula(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        return (newer if version_of(ctx.saved_tensors[0]) >= _WITHOUT_FIRST_FROM else older)(ctx, gradient)
+        return (newer if version_of(ctx.saved_tensors[0]) >= WITHOUT_FIRST_FROM else older)(ctx, gradient)
 
     return formula
 
@@ -384,6 +382,68 @@ _OF_FMAX = _by_version(_maximum_backward, _one_or_the_other(compared.ge))
 _OF_FMIN = _by_version(_minimum_backward, _one_or_the_other(compared.le))
 _OF_A_LEAST = _by_version(_maximum_backward, _within_a_bound(compared.ge, compared.lt))
 _OF_A_MOST = _by_version(_minimum_backward, _within_a_bound(compared.le, compared.gt))
+
+
+def _between_bounds(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+    """Of a number between two bounds, and of the bounds. (The operators that the build of 2.14 runs.)"""
+    source, least, most = ctx.saved_tensors
+    of_least = of_most = None
+    if ctx.needs_input_grad[2] or ctx.needs_input_grad[3]:
+        in_order, one_bound = least < most, least == most
+        if ctx.needs_input_grad[2]:
+            of_least = _of_least(gradient, source, least, in_order, one_bound)
+        if ctx.needs_input_grad[3]:
+            of_most = _of_most(gradient, source, most, in_order, one_bound, most < least)
+        del one_bound, in_order
+    if not ctx.needs_input_grad[1]:
+        return None, of_least, of_most
+    in_order = least < most
+    at_most, at_least = source == most, source == least
+    at_either = at_least.logical_or(at_most)
+    halved = at_either.logical_and(in_order)
+    del at_either, at_least, at_most
+    below, above = source < least, source > most
+    outside = below.logical_or(above)
+    del above, below
+    half = gradient / 2
+    of_source = torch.where(halved, half, gradient)
+    of_source.masked_fill_(outside, 0)
+    del half, outside, halved, in_order
+    return of_source, of_least, of_most
+
+
+def _of_least(gradient: Any, source: Any, least: Any, in_order: Any, one_bound: Any) -> torch.Tensor:
+    up_to = source <= least
+    held = up_to.logical_and(in_order)
+    below = source < least
+    held_by_one = below.logical_and(one_bound)
+    own = held.logical_or(held_by_one)
+    del held_by_one, below, held, up_to
+    others = own.logical_not()
+    half = gradient / 2
+    equal = source == least
+    found = torch.where(equal, half, gradient)
+    found.masked_fill_(others, 0)
+    del equal, half, others, own
+    return found
+
+
+def _of_most(gradient: Any, source: Any, most: Any, in_order: Any, one_bound: Any, crossed: Any) -> torch.Tensor:
+    from_it = source >= most
+    held = from_it.logical_and(in_order)
+    held_or_crossed = held.logical_or(crossed)
+    above = source > most
+    held_by_one = above.logical_and(one_bound)
+    own = held_or_crossed.logical_or(held_by_one)
+    del held_by_one, above, held_or_crossed, held, from_it
+    others = own.logical_not()
+    half = gradient / 2
+    equal = source == most
+    tied = equal.logical_and(in_order)
+    found = torch.where(tied, half, gradient)
+    found.masked_fill_(others, 0)
+    del tied, equal, half, others, own, crossed
+    return found
 
 
 # ---- atan2
@@ -495,23 +555,27 @@ _NODES = {
         ),
         (_aten.trace.default, "TraceBackward0", (), False, _trace_backward, _DIAGONAL_ALONE_FROM),
         (_aten.atan2.default, "Atan2Backward0", (0, 1), False, _atan2_backward, _ZEROS_APART_FROM),
-        (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, _WITHOUT_FIRST_FROM),
-        (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, _WITHOUT_FIRST_FROM),
-        (_aten.fmax.default, "FmaxBackward0", (0, 1), False, _OF_FMAX, _WITHOUT_FIRST_FROM),
-        (_aten.fmin.default, "FminBackward0", (0, 1), False, _OF_FMIN, _WITHOUT_FIRST_FROM),
-        (_aten.clamp_min.Tensor, "ClampMinBackward1", (0, 1), False, _OF_A_LEAST, _WITHOUT_FIRST_FROM),
-        (_aten.clamp_max.Tensor, "ClampMaxBackward1", (0, 1), False, _OF_A_MOST, _WITHOUT_FIRST_FROM),
+        (_aten.maximum.default, "MaximumBackward0", (0, 1), False, _maximum_backward, WITHOUT_FIRST_FROM),
+        (_aten.minimum.default, "MinimumBackward0", (0, 1), False, _minimum_backward, WITHOUT_FIRST_FROM),
+        (_aten.fmax.default, "FmaxBackward0", (0, 1), False, _OF_FMAX, WITHOUT_FIRST_FROM),
+        (_aten.fmin.default, "FminBackward0", (0, 1), False, _OF_FMIN, WITHOUT_FIRST_FROM),
+        (_aten.clamp_min.Tensor, "ClampMinBackward1", (0, 1), False, _OF_A_LEAST, WITHOUT_FIRST_FROM),
+        (_aten.clamp_max.Tensor, "ClampMaxBackward1", (0, 1), False, _OF_A_MOST, WITHOUT_FIRST_FROM),
     )
 }
 
 
+_held_between = _with_node(_aten.clamp.Tensor, "ClampBackward0", (0, 1, 2), False, _between_bounds, WITHOUT_FIRST_FROM)
+
+
 def _held_at_a_bound(keys: Any, self: Any, min: Any = None, max: Any = None) -> Any:
-    """`clamp` by one tensor has the gradient of `clamp_min` or `clamp_max`. (By two it has one of its own, which is not known
-    since these changed.)"""
+    """`clamp` by one tensor has the gradient of `clamp_min` or `clamp_max`, by two one of its own."""
     one = (min is None) != (max is None) and isinstance(self, VirtualTensor)
-    if one and not _runs_since(_WITHOUT_FIRST_FROM) and version_of(self) >= _WITHOUT_FIRST_FROM:
+    if one and not _runs_since(WITHOUT_FIRST_FROM) and version_of(self) >= WITHOUT_FIRST_FROM:
         return _aten.clamp_max.Tensor(self, max) if min is None else _aten.clamp_min.Tensor(self, min)
-    return replaced(_aten.clamp.Tensor, keys)(self, min, max)
+    if min is None or max is None:
+        return replaced(_aten.clamp.Tensor, keys)(self, min, max)
+    return _held_between(keys, self, min, max)
 
 
 def install(patches: Patches) -> None:

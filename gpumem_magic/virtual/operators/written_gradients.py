@@ -17,7 +17,7 @@ import torch
 
 from gpumem_magic.private import overloads
 from gpumem_magic.virtual.engine.calls import node_now
-from gpumem_magic.virtual.engine.engine import Engine
+from gpumem_magic.virtual.engine.engine import Engine, version_of
 from gpumem_magic.virtual.engine.modes import STATE
 from gpumem_magic.virtual.engine.overlaps import meets_itself
 from gpumem_magic.virtual.engine.rules import special
@@ -70,6 +70,9 @@ _CROSS_ENTROPY = frozenset(("BinaryCrossEntropyWithLogitsBackward0", "BinaryCros
 _SHARED = frozenset(
     f"{name}Backward{number}" for name in ("Max", "Min", "Median", "Nanmedian", "Clamp") for number in (0, 1)
 )
+# `clamp` by tensors no more, since what has no share is found first (``derivatives.yaml``; the builds of 2.12 and 2.14).
+WITHOUT_FIRST_FROM = (2, 14)
+_BY_BOUNDS = "ClampBackward0"
 _TRACE = frozenset(("TraceBackward0",))
 _CLEARED = frozenset(
     f"{name}Backward{number}"
@@ -145,6 +148,8 @@ def _is_worked_out_here(engine: Engine, args: Any, nodes: frozenset[str]) -> boo
     """Whether the first argument was made by the node which runs, and that is one of these."""
     node = _current_node()
     if node is None or node.name() not in nodes or not isinstance(args[0], VirtualTensor) or args[0].requires_grad:
+        return False
+    if node.name() == _BY_BOUNDS and version_of(args[0]) >= WITHOUT_FIRST_FROM:
         return False
     placement = engine.table.find(args[0].untyped_storage())
     return placement is not None and placement.node == node_now()
