@@ -3181,6 +3181,23 @@ def test_graphs_that_wait_for_the_backward_behind_a_loop_are_not_to_be_detached(
         assert "wait for the backward" not in book.measured(without).to_dict()["answer"]
 
 
+def test_features_of_a_result_keep_its_graph_and_no_further_iterations() -> None:
+    """As a GAN's loss over patches takes them; it fails on the way to the backward, in a loop over layers."""
+    cell = (
+        "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = nn.Sequential(*[\n"
+        "            one for _ in range(4) for one in (nn.Conv2d(3, 3, 3, padding=1), nn.InstanceNorm2d(3), nn.ReLU())\n        ])\n"
+        "    def forward(self, x, layers=()):\n        found = []\n        for number, layer in enumerate(self.body):\n"
+        "            x = layer(x)\n            if number in layers:\n                found.append(x)\n"
+        "            if layers and number == layers[-1]:\n                return found\n        return x\n"
+        "net = Net().cuda()\nx = torch.randn(16, 3, 256, 256, device='cuda')\nfake = net(x)\nof_fake = net(fake, [0, 3, 6])\n"
+        "of_real = net(x, [0, 3, 6])\nloss = net(x.cpu())\nloss.mean().backward()"
+    )
+    with notebook("T4", SETUP) as book:
+        report = book.measured(cell)
+        assert report.error is not None
+        assert {"kept_graphs", "graphs_ahead"}.isdisjoint(names(report)), report.to_dict()["answer"]
+
+
 def test_a_model_is_named_as_the_notebook_calls_it_and_not_by_its_parts() -> None:
     with notebook("T4", SETUP) as book:
         book.cell(

@@ -110,7 +110,12 @@ def backward_ahead(scene: Scene, found: Sequence[Spot]) -> tuple[Written, Writte
     last = max(map(scene.end_of, scene.spans(BACKWARD)), default=-1)
     if scene.report.error is None or any(born_at(scene, one) < last for spot in found for one in spot.held):
         return None
-    return backward_behind(scene.program.texts, scene.left.way, {_name_of(one) for one in found[:1]})
+    ahead = backward_behind(scene.program.texts, scene.left.way, {_name_of(one) for one in found[:1]})
+    if ahead is None or not ahead[0].where:
+        return ahead
+    # A loop of another file's began with the statement that called there, at the earliest.
+    begin = scene.start_of_row(scene.moment - 1)
+    return ahead if all(born_at(scene, one) >= begin for one in found[0].held) else None
 
 
 def _name_of(spot: Spot) -> str:

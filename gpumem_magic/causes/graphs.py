@@ -219,14 +219,19 @@ def _roots_beside(scene: Scene, found: Sequence[Spot]) -> list[str]:
 
 
 def _with_shared(scene: Scene, spot: Spot, graphs: Sequence[Held]) -> Spot:
-    """With what a list reaches, too, though it goes by a variable's name: of the results that it keeps, the last one."""
+    """With what a list reaches, too, though it goes by a variable's name: of the results that it keeps, the last one. (What was
+    made before them is what they were made of.)"""
     number, roots = scene.holdings.number(spot.root), scene.holdings.roots
+    last = max(born_at(scene, one) for one in spot.held)
     if spot.container is None or number is None:
         return spot
     shared = [
         one
         for one in graphs
-        if number in one.roots and one not in spot.held and all(roots[each].kind == "variable" for each in one.roots)
+        if number in one.roots
+        and one not in spot.held
+        and born_at(scene, one) > last
+        and all(roots[each].kind == "variable" for each in one.roots)
     ]
     return replace(spot, place=spot.container.place, held=(*spot.held, *shared)) if shared else spot
 
