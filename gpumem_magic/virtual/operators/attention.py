@@ -35,7 +35,7 @@ from gpumem_magic.virtual.engine.mismatch import type_of_c
 from gpumem_magic.virtual.engine.modes import ThreadFlag, because
 from gpumem_magic.virtual.engine.rules import BESIDE, ON_HOST, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.attention_gradients import copies_by_token
+from gpumem_magic.virtual.operators.attention_gradients import copies_by_token, rounded_head
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
 # Since when three dimensions are taken for those of one sample, keys and values of one head are shared by all queries' without
@@ -485,7 +485,7 @@ def _partial_results(engine: Engine, device: int, query: Any, key: Any) -> tuple
     if parts == 1:
         return ()
     sums = parts * batch * heads * queries * 4
-    return sums, sums * (ceil(size / 32) * 32 if size <= 128 else ceil(size / 64) * 64)
+    return sums, sums * rounded_head(size, engine.memory.torch_version(device))
 
 
 def parts_of_keys(rows: int, processors: int, blocks: int) -> int:

@@ -204,10 +204,23 @@ def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
     return _of_flash(engine, device, query, batch * heads, rows, key.shape[0] * heads if key.shape[1] != heads else 0)
 
 
+# Since when heads of more than 192 numbers are taken for such of 256, and those of more than 128 for a multiple of 64 (`mha_fwd`
+# and `mha_bwd` in ``flash_api.cpp``: the builds of 2.6, 2.7, 2.12 and 2.14, and pull request 174114, which came into 2.11).
+_LARGEST_WHOLE_FROM, _BY_64_FROM = (2, 7), (2, 11)
+
+
+def rounded_head(size: int, version: tuple[int, int]) -> int:
+    """How many numbers of a head flash's kernels add up."""
+    if size > 192 and version >= _LARGEST_WHOLE_FROM:
+        return 256
+    step = 64 if size > 128 and version >= _BY_64_FROM else 32
+    return _parts(size, step) * step
+
+
 def _of_flash(engine: Engine, device: int, query: Any, heads: int, rows: int, expanded: int) -> list[int]:
     """rows: of all heads, in whole blocks. expanded: those of keys whose heads several queries share, apart for each query's."""
     size = query.shape[-1]
-    rounded = _parts(size, 32) * 32 if size <= 128 else _parts(size, 64) * 64
+    rounded = rounded_head(size, engine.memory.torch_version(device))
     # The deterministic kernel adds up one copy for each group of blocks that run at a time.
     processors = engine.memory.processors(device)[0]
     copies = _parts(processors, heads) if deterministic.are_ensured() else 1
