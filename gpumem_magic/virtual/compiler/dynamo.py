@@ -44,6 +44,7 @@ def install(patches: Patches, factories: Factories) -> None:
     patches.set(factories, "traces", True)
     _know_who_asks(patches, rules)
     _know_methods(patches, rules)
+    _know_streams(patches)
     _forget()
 
 
@@ -73,6 +74,19 @@ def _know_methods(patches: Patches, rules: Any) -> None:
         return known
 
     patches.set(rules, "get_tensor_method", get_tensor_method)
+
+
+def _know_streams(patches: Patches) -> None:
+    """What guards and compiled code ask for the current stream is the device's: in C++ it asks the driver (`get_current_stream` in
+    ``torch/csrc/dynamo/init.cpp``; every graph's code asks since 2.15)."""
+    for name in ("utils", "guards"):
+        module = importlib.import_module(f"torch._dynamo.{name}")
+        if hasattr(module, "get_current_stream"):
+            patches.set(module, "get_current_stream", _current_stream)
+
+
+def _current_stream(device: torch.device) -> torch.Stream:
+    return torch.accelerator.current_stream(device)
 
 
 def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
