@@ -77,8 +77,8 @@ def _know_methods(patches: Patches, rules: Any) -> None:
 
 
 def _know_streams(patches: Patches) -> None:
-    """What guards and compiled code ask for the current stream is the device's: in C++ it asks the driver (`get_current_stream` in
-    ``torch/csrc/dynamo/init.cpp``; every graph's code asks since 2.15)."""
+    """What guards and compiled code ask for the current stream is the device's: in C++ it asks the driver (`get_current_stream`
+    in ``torch/csrc/dynamo/init.cpp``; every graph's code asks since 2.15)."""
     for name in ("utils", "guards"):
         module = importlib.import_module(f"torch._dynamo.{name}")
         if hasattr(module, "get_current_stream"):
@@ -86,7 +86,7 @@ def _know_streams(patches: Patches) -> None:
 
 
 def _current_stream(device: torch.device) -> torch.Stream:
-    return torch.accelerator.current_stream(device)
+    return torch.cuda.current_stream(device)
 
 
 def name_loops_that_break(patches: Patches, otherwise: Counter[str]) -> None:
