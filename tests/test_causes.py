@@ -3185,8 +3185,8 @@ def test_features_of_a_result_keep_its_graph_and_no_further_iterations() -> None
     """As a GAN's loss over patches takes them; it fails on the way to the backward, in a loop over layers."""
     cell = (
         "class Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = nn.Sequential(*[\n"
-        "            one\n            for _ in range(4)\n            for one in (nn.Conv2d(3, 3, 3, padding=1), nn.InstanceNorm2d(3), "
-        "nn.ReLU())\n        ])\n"
+        "            one\n            for _ in range(4)\n"
+        "            for one in (nn.Conv2d(3, 3, 3, padding=1), nn.InstanceNorm2d(3), nn.ReLU())\n        ])\n"
         "    def forward(self, x, layers=()):\n        found = []\n        for number, layer in enumerate(self.body):\n"
         "            x = layer(x)\n            if number in layers:\n                found.append(x)\n"
         "            if layers and number == layers[-1]:\n                return found\n        return x\n"
