@@ -35,7 +35,7 @@ from gpumem_magic.virtual.engine.mismatch import type_of_c
 from gpumem_magic.virtual.engine.modes import ThreadFlag, because
 from gpumem_magic.virtual.engine.rules import BESIDE, ON_HOST, special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
-from gpumem_magic.virtual.operators.attention_gradients import copies_by_token, rounded_head
+from gpumem_magic.virtual.operators.attention_gradients import copies_by_token, is_padded, rounded_head
 
 _SEEDS_ON_DEVICE_FROM = (2, 14)
 # Since when three dimensions are taken for those of one sample, keys and values of one head are shared by all queries' without
@@ -444,6 +444,9 @@ def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> An
     out = engine.fake_call(func, args, kwargs)
     if func is _SCALED_FLASH and 0 in args[0].stride():
         out = (_like_queries(engine, args[0]), *out[1:])
+    if func is not _SCALED_FLASH and not engine.computes and is_padded(engine, device, args[0], args[3]):
+        shape = (args[3].shape[0] - 1, args[0].shape[1], args[5])
+        out = (out[0], engine.fake_call(_aten.new_empty.default, (out[1], shape), {}), *out[2:])
     newer = engine.memory.torch_version(device) >= _FLASH_SEEDS_ON_DEVICE_FROM
     engine.settle(out[:2])
     place = 3 if func is _SCALED_FLASH else 7

@@ -191,7 +191,7 @@ def _flash(engine: Engine, func: Any, args: Any, kwargs: Any, out: Any, device: 
     batch, heads, queries = query.shape[0], query.shape[1 if scaled else 2], query.shape[2 if scaled else 1]
     keys, shared = key.shape[2 if scaled else 1], key.shape[1 if scaled else 2]
     rows = batch * heads * _parts(queries, _FLASH_ROWS) * _FLASH_ROWS
-    return _of_flash(engine, device, query, batch * heads, rows, batch * keys * heads if shared != heads else 0)
+    return _of_flash(engine, device, query, batch * heads, (rows, rows), batch * keys * heads if shared != heads else 0)
 
 
 def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
@@ -201,7 +201,20 @@ def _flash_of_rows(engine: Engine, args: Any, device: int) -> list[int]:
         return []
     (tokens, heads, _), batch = query.shape, ends.shape[0] - 1
     rows = heads * (tokens + _FLASH_ROWS * batch)
-    return _of_flash(engine, device, query, batch * heads, rows, key.shape[0] * heads if key.shape[1] != heads else 0)
+    padded = batch * heads * _parts(args[8], _FLASH_ROWS) * _FLASH_ROWS
+    sums = padded if is_padded(engine, device, query, ends) else rows
+    expanded = key.shape[0] * heads if key.shape[1] != heads else 0
+    return _of_flash(engine, device, query, batch * heads, (sums, rows), expanded)
+
+
+# Since when the sums of such sequences follow each other, too, where each had as many as the longest (`mha_varlen_fwd` in
+# ``flash_api.cpp``; the builds of 2.6 and 2.7).
+_SUMS_AFTER_EACH_OTHER_FROM = (2, 7)
+
+
+def is_padded(engine: Engine, device: int, query: Any, ends: Any) -> bool:
+    version = engine.memory.torch_version(device)
+    return query.dim() == 3 and ends is not None and version < _SUMS_AFTER_EACH_OTHER_FROM
 
 
 # Since when heads of more than 192 numbers are taken for such of 256, and those of more than 128 for a multiple of 64 (`mha_fwd`
@@ -217,12 +230,13 @@ def rounded_head(size: int, version: tuple[int, int]) -> int:
     return _parts(size, step) * step
 
 
-def _of_flash(engine: Engine, device: int, query: Any, heads: int, rows: int, expanded: int) -> list[int]:
-    """rows: of all heads, in whole blocks. expanded: those of keys whose heads several queries share, apart for each query's."""
+def _of_flash(engine: Engine, device: int, query: Any, heads: int, rows: tuple[int, int], expanded: int) -> list[int]:
+    """rows: of all heads, in whole blocks; for their sums, and for the gradient. expanded: those of keys whose heads several
+    queries share, apart for each query's."""
     size = query.shape[-1]
     rounded = rounded_head(size, engine.memory.torch_version(device))
     # The deterministic kernel adds up one copy for each group of blocks that run at a time.
     processors = engine.memory.processors(device)[0]
     copies = _parts(processors, heads) if deterministic.are_ensured() else 1
-    blocks = [rows * _FLOAT, copies * rows * rounded * _FLOAT]
+    blocks = [rows[0] * _FLOAT, copies * rows[1] * rounded * _FLOAT]
     return blocks + [expanded * size * query.element_size()] * 2 if expanded else blocks
