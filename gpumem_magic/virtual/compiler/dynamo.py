@@ -147,6 +147,7 @@ def _forget() -> None:
     if importlib.import_module("torch._dynamo.convert_frame").input_codes.seen:
         with Patches() as patches:
             if _GRAPH_TREES not in sys.modules:
-                # There are none, and where there is a card, `reset` loads Inductor to say so to it.
-                patches.set(torch.cuda, "is_available", lambda: False)
+                # There are none, and where there is a card (since 2.15: one in use), `reset` loads Inductor to say so to it.
+                for asked in ("is_available", "is_initialized"):
+                    patches.set(torch.cuda, asked, lambda: False)
             importlib.import_module("torch._dynamo").reset()
