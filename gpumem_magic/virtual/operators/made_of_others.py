@@ -26,6 +26,7 @@ from gpumem_magic.virtual.engine.modes import pushed
 from gpumem_magic.virtual.engine.rules import special
 from gpumem_magic.virtual.engine.tensors import VirtualTensor
 from gpumem_magic.virtual.operators.checks import find_nothing
+from gpumem_magic.virtual.operators.written_gradients import writes_onto_its_diagonal
 
 _OPERATORS = overloads(
     "binary_cross_entropy_with_logits soft_margin_loss soft_margin_loss_backward logsumexp logsumexp.out _euclidean_dist dist "
@@ -57,7 +58,7 @@ _SAFE_FROM = (2, 5)
 _FILLED_FROM = (2, 6)
 
 
-@special(*(func for func in _KEYS if func.overloadpacket not in (_aten.ldexp, _aten.ldexp_)))
+@special(*(func for func in _KEYS if func.overloadpacket not in (_aten.ldexp, _aten.ldexp_, _aten.diagonal_scatter)))
 def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
     with pushed(engine.mode), views_resolved(), torch._C._AutoDispatchBelowAutograd():
         if func is _SAFE_SOFTMAX and engine.memory.torch_version(device) < _SAFE_FROM:
@@ -70,6 +71,16 @@ def _by_parts(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) ->
     if func is _ISINF:
         find_nothing(out)
     return out
+
+
+@special(_aten.diagonal_scatter.default)
+def _onto_a_diagonal(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> Any:
+    if not writes_onto_its_diagonal(engine, args):
+        return _by_parts(engine, func, args, kwargs, device)
+    whole, diagonal, *places = args
+    with pushed(engine.mode):
+        whole.diagonal(*places, **kwargs).copy_(diagonal)
+    return whole
 
 
 (_ISINF,) = overloads("isinf")

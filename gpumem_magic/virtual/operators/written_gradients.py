@@ -5,7 +5,7 @@ there the zeros stay, and the gradient is written into a copy of them. On a devi
 
 Likewise the gradients of `binary_cross_entropy_with_logits`, which is worked out in one tensor, of `trace`, `atan2`, `aminmax`,
 the larger and the smaller of two, and of `max`, `min`, the medians of a whole tensor and `clamp` by tensors, which find in one
-tensor who shares in them.
+tensor who shares in them; and that of eigenvectors, into whose diagonal the eigenvalues' is written.
 """
 
 from __future__ import annotations
@@ -133,6 +133,14 @@ def _negated(engine: Engine, func: Any, args: Any, kwargs: Any, device: int) -> 
             # No step of the node is to write to it.
             placement.node = 0
     return out
+
+
+_EIGENVECTORS = frozenset(("LinalgEighBackward0",))
+
+
+def writes_onto_its_diagonal(engine: Engine, args: Any) -> bool:
+    """Whether `diagonal_scatter` is a step of that gradient (`linalg_eig_backward` in ``FunctionsManual.cpp``)."""
+    return STATE.backward and _is_worked_out_here(engine, args, _EIGENVECTORS)
 
 
 def as_device_does(engine: Engine, func: Any, args: Any) -> Any:
