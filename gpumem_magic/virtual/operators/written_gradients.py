@@ -140,7 +140,7 @@ _EIGENVECTORS = frozenset(("LinalgEighBackward0",))
 
 def writes_onto_its_diagonal(engine: Engine, args: Any) -> bool:
     """Whether `diagonal_scatter` is a step of that gradient (`linalg_eig_backward` in ``FunctionsManual.cpp``)."""
-    return STATE.backward and _is_worked_out_here(engine, args, _EIGENVECTORS)
+    return bool(STATE.backward) and _is_worked_out_here(engine, args, _EIGENVECTORS)
 
 
 def as_device_does(engine: Engine, func: Any, args: Any) -> Any:
