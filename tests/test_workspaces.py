@@ -139,7 +139,7 @@ def test_without_that_option_the_version_in_use_decides() -> None:
     y = layer(x)
     kept = WORKSPACE + BIAS_WORKSPACE if WORKSPACES_ARE_KEPT else 0
     assert torch.cuda.memory_allocated() - start == y.nbytes + kept
-    passing = 0 if WORKSPACES_ARE_KEPT else WORKSPACE
+    passing = 0 if WORKSPACES_ARE_KEPT else MIB
     assert torch.cuda.max_memory_allocated() - start == y.nbytes + kept + passing
 
 
@@ -149,6 +149,19 @@ def test_newest_versions_take_a_workspace_for_the_call() -> None:
     start = torch.cuda.memory_allocated()
     a @ b
     assert torch.cuda.max_memory_allocated() - start == MIB + WORKSPACE
+
+
+@pytest.mark.parametrize(("device", "takes"), [("A100-40GB,torch=2.15", MIB), ("H100,torch=2.15", MIB)])
+def test_a_bias_needs_less_where_nothing_is_kept(device: str, takes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the build of 2.15.0 does over a runtime without a card; whether the two libraries would share one is no matter then."""
+    for unified in ("0", "1"):
+        monkeypatch.setenv("TORCH_CUBLASLT_UNIFIED_WORKSPACE", unified)
+        gpu.turn_on(device)
+        layer, x = nn.Linear(512, 512).cuda(), squares(1)[0]
+        start = torch.cuda.memory_allocated()
+        y = layer(x)
+        assert torch.cuda.max_memory_allocated() - start == y.nbytes + takes
+        gpu.turn_off()
 
 
 @pytest.mark.parametrize(

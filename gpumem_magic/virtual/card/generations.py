@@ -6,7 +6,8 @@ cuBLAS's workspaces come from PyTorch's allocator since 2.0 (pull requests 83461
 the library took its own: `cublas_outside`). cuBLASLt's, for a product with a bias: 1 MiB for the call (73439), kept for each
 handle and stream since 2.9 (156495), one with cuBLAS's since 2.12 (168175, which the wheels of 2.11 do not have: their host code
 takes both, and so they did on an H100). Blackwell got Hopper's 32 MiB with 2.12 (175344).
-From 2.15 nothing is kept (194311). AMD builds have them since 2.6 (138791).
+From 2.15 nothing is kept (194311), and cuBLASLt has 1 MiB of its own again, for the call (the build of 2.15.0). AMD builds have
+them since 2.6 (138791).
 """
 
 from __future__ import annotations
@@ -121,12 +122,13 @@ def blas_policy(version: Version, cublas_bytes: int, environment: Mapping[str, s
     pairs = _PAIR.findall(environment.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         cublas_bytes = sum(int(size) * int(count) for size, count in pairs) * KIB
+    persistent = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     unified = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if version >= (2, 12) else "0") == "1"
     lt_bytes = 0
-    if not (unified and version >= (2, 8)):
+    # (What is there for one call only is each library's own.)
+    if not (unified and persistent and version >= (2, 8)):
         text = environment.get("CUBLASLT_WORKSPACE_SIZE", "")
         lt_bytes = int(text) * KIB if text.isdecimal() else LT_WORKSPACE
-    persistent = version < (2, 15) or environment.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
     alone = bool(lt_bytes) and version >= (2, 12)
     return BlasPolicy(cublas_bytes, persistent, lt_bytes, version >= (2, 9) and persistent, alone)
 

@@ -40,7 +40,15 @@ _LT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _OTHERS = {
     *overloads("mm bmm baddbmm addmv mv dot vdot mm.out bmm.out baddbmm.out addmv.out mv.out _int_mm _int_mm.out"),
     *overloads("addmm_ baddbmm_ addmv_ mm.dtype mm.dtype_out bmm.dtype bmm.dtype_out baddbmm.dtype baddbmm.dtype_out"),
+    *overloads("addbmm addbmm_ addbmm.out"),
 }
+# Products one by one, whose results are added up.
+_ONE_BY_ONE = {*overloads("addbmm addbmm_ addbmm.out")}
+# Since when cuBLASLt adds a matrix of a single row, too (the build of 2.12; not that of 2.7), and in half precision any (those of
+# 2.14 and 2.15; not that of 2.12).
+_ROW_BY_LT_FROM = (2, 12)
+_MATRIX_BY_LT_FROM = (2, 14)
+_HALVES = (torch.float16, torch.bfloat16)
 # Since when products of cuBLASLt's ask for no handle of cuBLAS's (the build of 2.12): those of integers take nothing.
 _WITHOUT_HANDLE_FROM = (2, 12)
 _OF_INTEGERS = {*overloads("_int_mm _int_mm.out")}
@@ -150,6 +158,10 @@ class Workspaces:
             or (func in _WITH_BIAS and adds_bias(args, self._versions[device]))
             or (self.prefers_lt and func in _OF_MATRICES)
         )
+        for _ in range(args[1].shape[0] if func in _ONE_BY_ONE else 1):
+            self._take_for_a_call(policy, bool(by_lt), device)
+
+    def _take_for_a_call(self, policy: BlasPolicy, by_lt: bool, device: int) -> None:
         passing: list[int] = []
         try:
             for library, size, persistent in self._orders[device]:
@@ -307,14 +319,17 @@ def _in_order(policy: BlasPolicy) -> list[tuple[str, int, bool]]:
 
 def adds_bias(args: Sequence[Any], version: Version) -> bool:
     """Whether a product with a bias is one call of cuBLASLt (``Blas.cpp``): none with a single row or column in the second
-    factor, in 2.10 nor in the first.
+    factor, in 2.10 nor in the first. (A bias that is scaled by ``beta=`` goes to cuBLAS; that is not looked at here.)
 
     (An H100 with 2.11 took it for a single row, and the CUDA build of 2.13 asks for the second factor's sizes only.)
     """
     bias, first, second = args[:3]
-    fits = bias.dim() == 1 and bias.shape[0] == second.shape[1] and bias.is_contiguous() and first.dtype in _LT_TYPES
+    is_row = bias.dim() == 1 or (version >= _ROW_BY_LT_FROM and bias.dim() == 2 and bias.shape[0] == 1)
+    fits = is_row and bias.shape[-1] == second.shape[1] and first.dtype in _LT_TYPES
+    if version >= _MATRIX_BY_LT_FROM and first.dtype in _HALVES:
+        fits = fits or bias.shape == (first.shape[0], second.shape[1])
     factors = (first, second) if version[:2] == (2, 10) else (second,)
-    return bool(fits) and all(size > 1 for factor in factors for size in factor.shape)
+    return bool(fits) and bias.is_contiguous() and all(size > 1 for factor in factors for size in factor.shape)
 
 
 def version_text(device: DeviceState) -> str:
