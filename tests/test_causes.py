@@ -2825,6 +2825,15 @@ def test_a_model_goes_by_the_name_that_can_be_called(
         assert "`holder.model`" in found.text
 
 
+def test_weights_of_several_models_are_not_said_to_be_those_of_one() -> None:
+    with notebook("virtual:2GiB") as book:
+        book.cell("with torch.device('cuda'):\n    models = [net(4096, 5) for _ in range(4)]")
+        cell = 'with torch.no_grad():\n    y = [model(torch.randn(8, 4096, device="cuda")) for model in models]'
+        cause = named(book.measured(cell), "wide_inference")
+        assert "and 3 others run without training in float32: their weights take 1,280 MiB together" in cause.text
+        assert "for each" in cause.remedy
+
+
 def test_a_model_that_failed_before_it_came_to_train_needs_no_smaller_weights() -> None:
     with notebook("virtual:2GiB") as book:
         book.cell("model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()")
@@ -2852,6 +2861,24 @@ def test_a_loop_that_makes_nothing_is_not_said_to_end_alike() -> None:
         filling = "for weight in model.parameters():\n    nn.init.normal_(weight.data)\n"
         report = book.measured(f"{filling}with torch.no_grad():\n    y = model(x)")
         assert "steady" not in names(report)
+
+
+def test_trainings_of_which_each_leaves_its_model_are_not_said_to_end_alike() -> None:
+    """The first one's iterations end alike, and the next ones' with more."""
+    training = """
+def trained(seed):
+    model = net(1024, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 1024, device="cuda")).mean().backward()
+        optimizer.step()
+    return model
+"""
+    with notebook("virtual:1GiB") as book:
+        book.cell(training)
+        assert "steady" not in names(book.measured("models = {seed: trained(seed) for seed in range(4)}"))
+        assert "steady" in names(book.measured("models = None\nmodel = trained(0)"))
 
 
 @pytest.mark.parametrize("order", [("zero_grad", "step"), ("step", "zero_grad")])

@@ -442,6 +442,30 @@ def test_adapters_are_known_by_what_they_are_beside() -> None:
         assert "trained_beside_adapters" not in names(book.measured(STEPPING))
 
 
+OWN = """
+class Adapted(nn.Module):
+    def __init__(self, whole):
+        super().__init__()
+        self.whole = whole
+        self.a, self.b = nn.Parameter(torch.randn(INNER, 1024)), nn.Parameter(torch.zeros(1024, INNER))
+    def forward(self, x):
+        return self.whole(x) + x @ self.a.T @ self.b.T
+model = nn.Sequential(*[Adapted(nn.Linear(1024, 1024)) for _ in range(3)]).cuda()
+opt = torch.optim.AdamW(model.parameters())
+x = torch.randn(8, 1024, device="cuda")
+"""
+
+
+def test_adapters_around_layers_that_nobody_froze_are_known_by_their_shapes() -> None:
+    with notebook("T4") as book:
+        book.cell(OWN.replace("INNER", "8"))
+        cause = named(book.measured(STEPPING), "trained_beside_adapters")
+        assert "12.0 MiB of gradients and 24.0 MiB of states, for adapters of 192.0 KiB" in cause.text, cause.text
+        # Two of a layer's own size are no adapters.
+        book.cell(OWN.replace("INNER", "1024"))
+        assert "trained_beside_adapters" not in names(book.measured(STEPPING))
+
+
 def test_copies_that_peft_trains_beside_adapters_are_named() -> None:
     pytest.importorskip("peft")
     cell = (

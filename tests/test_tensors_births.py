@@ -135,3 +135,13 @@ for turn in range(4):
     gradients = [one for one in groups_of([setup, cell]) if one.category == "gradients"]
     assert [one.kept_by for one in gradients] == ["model"]
     assert gradients[0].bytes > 8 * MIB
+
+
+def test_of_statements_on_one_line_the_one_that_made_a_tensor_is_named() -> None:
+    with notebook("T4") as book:
+        book.cell("layer = torch.nn.Linear(1024, 1024).cuda()\nx = torch.ones(1024, 1024).cuda()")
+        report = book.measured("y = x.relu(); layer.zero_grad(); layer(x).exp().sum().backward(); z = y.neg()")
+        made = {group.statement for group in report.tensors() if group.statement}
+        assert "layer(x).exp().sum().backward()" in made
+        assert "layer.zero_grad()" not in made
+        assert all(group.statement == "y = x.relu()" for group in report.tensors() if group.operator == "relu")

@@ -291,9 +291,22 @@ class Tensors:
         return [one.moment.positions[self._device] for one in points], points
 
     @cached_property
-    def _statement_on(self) -> Mapping[int, str]:
-        """Line -> the statement's first line."""
-        return {one.line: _first_line(one) for one in reversed(self._recording.checkpoints) if one.kind == "statement"}
+    def _statements_on(self) -> Mapping[int, Sequence[str]]:
+        """Line -> the first lines of the statements that begin there, which a semicolon may part."""
+        found: dict[int, dict[str, None]] = defaultdict(dict)
+        for one in self._recording.checkpoints:
+            if one.kind == "statement":
+                found[one.line][_first_line(one)] = None
+        return {line: tuple(its) for line, its in found.items()}
+
+    def _statement_at(self, place: CodePlace, under_way: str) -> str:
+        """The statement of a place in the cell: of those on its line the one in which its expression stands, else the one that
+        was under way, where that is one of them."""
+        here = self._statements_on.get(place.own_line, ())
+        fitting = [one for one in here if place.expression and place.expression in one] or here
+        if under_way in fitting:
+            return under_way
+        return fitting[0] if fitting else place.text
 
     @cached_property
     def _recorded_forwards(self) -> tuple[list[int], list[int]]:
@@ -460,7 +473,7 @@ class Tensors:
         that is not known. line: of the cell, at which it failed."""
         if birth.place is None:
             return None
-        told = self._told(birth.place, self._statement_on.get(line, ""), line)
+        told = self._told(birth.place, next(iter(self._statements_on.get(line, ())), ""), line)
         return TensorFacts("", birth.dtype, birth.shape, birth.operator, birth.inputs, bool(birth.node), *told, "")
 
     def _told(self, place: CodePlace, statement: str, line: int) -> tuple[str, int, str, str]:
@@ -469,7 +482,7 @@ class Tensors:
         inner = words_of_place(place.file, place.line, place.function)
         if place.own_file and place.own_file == self._recording.own_file:
             line = place.own_line
-            statement = self._statement_on.get(line) or place.text
+            statement = self._statement_at(place, statement)
             inner = "" if inner == own else inner
         elif own and own != inner:
             inner = f"{inner}{FROM}{own}"

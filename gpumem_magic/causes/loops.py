@@ -14,7 +14,7 @@ from gpumem_magic.causes.places import quoted
 from gpumem_magic.causes.turns import turns_of_lines, what_comes_and_goes
 from gpumem_magic.causes.written import Written, name_given
 from gpumem_magic.owners.model import ERROR, size_of
-from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, Checkpoint
+from gpumem_magic.recording.model import BACKWARD, FORWARD, KEPT_BY_LIST, KEPT_BY_NAME, OPTIMIZER, Checkpoint
 from gpumem_magic.report.model import LABELS, OF_A_MODEL, Cause
 from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
@@ -87,6 +87,12 @@ def steady(scene: Scene) -> Iterator[Cause]:
         return
     if scene.timeline.peak(ends[-_REPEATS], ends[-1])[0] == last[-1]:
         # Nothing is made in them, as where weights are filled one by one.
+        return
+    later = [
+        scene.end_of(span) for span in scene.spans(OPTIMIZER) if not span.failed and scene.start_of(span) >= ends[-1]
+    ]
+    if later and (scene.timeline.allocated_at(later[-1]) - last[-1]) * _SMALL > scene.report.peak.allocated:
+        # Another training follows, and this one's memory stays beside it.
         return
     parts = Counter[str]()
     for one in scene.timeline.live_at(ends[-1]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ _LOOKUPS = frozenset({"embedding_dense_backward", "_embedding_bag_dense_backward
 _MODEL = "transformers.modeling_utils.PreTrainedModel"
 # A program with this knows of it.
 _CHECKPOINTS = re.compile(r"checkpointing|utils\.checkpoint")
+# So much of all weights, in per cent, is nearly all.
+_NEARLY = 90
 # Weights of which one may ask why they are so many bytes.
 _MANY_WEIGHTS = 1024 * MIB
 
@@ -143,13 +146,27 @@ def wide_inference(scene: Scene) -> Iterator[Cause]:
     # (Elsewhere it is worth a word where there is little else.)
     if size_of(wide) < (scene.part_of_peak(2) if crowded else max(_MANY_WEIGHTS, 3 * scene.report.peak.allocated // 4)):
         return
-    name = module_of(wide[0])
+    name, others = _models(wide)
     yield Cause(
         "wide_inference",
-        f"`{name}` runs without training in float32: its weights take {human(size_of(wide))}.",
-        f"`{name}.to(torch.bfloat16)`, or `dtype=torch.bfloat16` where it is loaded, halves them.",
+        f"`{name}`{others} {'run' if others else 'runs'} without training in float32: {'their' if others else 'its'} weights "
+        f"take {human(size_of(wide))}{' together' if others else ''}.",
+        f"`{name}.to(torch.bfloat16)`{' and so on for each' if others else ''}, or `dtype=torch.bfloat16` where "
+        f"{'they are' if others else 'it is'} loaded, halves them.",
         size_of(wide) // 2,
     )
+
+
+def _models(weights: Sequence[Held]) -> tuple[str, str]:
+    """The model that has most of these, and `` and 7 others`` where it does not have nearly all."""
+    sizes = Counter[str]()
+    for one in weights:
+        sizes[module_of(one)] += one.size
+    if not sizes:
+        return "the model", ""
+    name, most = sizes.most_common(1)[0]
+    more = len(sizes) - 1
+    return name, "" if _NEARLY * sizes.total() <= 100 * most else f" and {counted(more, 'other')}"
 
 
 def autocast_copies(scene: Scene) -> Iterator[Cause]:
@@ -159,14 +176,15 @@ def autocast_copies(scene: Scene) -> Iterator[Cause]:
         return
     births = scene.recording.logs[scene.device].births
     dtype = next((birth.dtype for one in copies if (birth := births.get(one.born)) is not None), "")
-    name = next((module_of(one) for one in scene.held if one.kind == "parameter"), "the model")
+    name, others = _models([one for one in scene.held if one.kind == "parameter"])
     trains = bool(scene.spans(BACKWARD))
     convert = f"to(torch.{dtype})" if dtype else "half()"
     yield Cause(
         "autocast_copies",
-        f"autocast keeps a {dtype or '16-bit'} copy of each weight of `{name}` beside the float32 one, until its block ends"
-        f"{' and backward has run' if trains else ''}: {human(size_of(copies))} in {counted(len(copies), 'tensor')}.",
-        f"Where nothing is trained, `{name}.{convert}` without autocast has the 16-bit weights only."
+        f"autocast keeps a {dtype or '16-bit'} copy of each weight of `{name}`{others} beside the float32 one, until its block "
+        f"ends{' and backward has run' if trains else ''}: {human(size_of(copies))} in {counted(len(copies), 'tensor')}.",
+        f"Where nothing is trained, `{name}.{convert}`{' and so on for each' if others else ''} without autocast has the "
+        "16-bit weights only."
         if not trains
         else "It is what mixed precision costs; `cache_enabled=False` makes a copy for each use instead.",
         size_of(copies),

@@ -218,13 +218,21 @@ def trained_beside_adapters(scene: Scene) -> Iterator[Cause]:
 
 
 def _adapters(stepped: Sequence[Held], others: Sequence[Held]) -> frozenset[str]:
-    """The places of adapters: two narrow matrices in one module with a weight that is not stepped, which multiplied have its
-    shape, or go from its width back to it; or by what peft, and those who write their own, call them."""
+    """The places of adapters: two narrow matrices in one module with a weight that is not stepped, or a module's own around any
+    layer, which multiplied have its shape, or go from its width back to it; or by what peft, and those who write their own, call
+    them."""
     found = {one.place for one in stepped if _ADAPTER.search(one.place)}
     beside: dict[str, list[Held]] = defaultdict(list)
     for one in stepped:
         for module in _modules_around(one):
             beside[module].append(one)
+    matrices = [one for one in stepped if len(one.shape) == _OF_A_MATRIX]
+    for one in matrices:
+        # (Of a weight that is stepped, too, only two that are a module's own, around the layer, are no layers of the model.)
+        around = one.place.rpartition(".")[0].rpartition(".")[0]
+        own = [each for each in matrices if each is not one and each.place.rpartition(".")[0] == around != ""]
+        if len(own) == _A_PAIR and _is_narrow(own[0].shape, own[1].shape, one.shape):
+            found.update(each.place for each in own)
     for one in others if len(stepped) > 1 else ():
         if len(one.shape) != _OF_A_MATRIX:
             continue
