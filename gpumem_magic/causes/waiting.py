@@ -20,8 +20,7 @@ from gpumem_magic.snapshot.timeline import Allocation
 from gpumem_magic.units import human, listed
 
 FEWER_AT_ONCE = (
-    "Where their losses are only added up, `.backward()` after each keeps one graph at a time (a state that goes on into the "
-    "next is to be detached for that); else fewer at once take less, and "
+    "Where their losses are only added up, `.backward()` after each keeps one graph at a time; else fewer at once take less, and "
     "`torch.utils.checkpoint` around each keeps its inputs only."
 )
 _TURNS_AT_ONCE = (
