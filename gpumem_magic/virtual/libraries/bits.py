@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -128,6 +128,16 @@ def without_its_kernels() -> Iterator[None]:
         log.removeFilter(is_else)
 
 
+class _NoKernels:
+    """Stands for the library's kernels: calling one is an error, as where they could not be loaded."""
+
+    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+        def missing(*args: Any) -> NoReturn:
+            raise RuntimeError(f"{name} of bitsandbytes does not run on a virtual GPU")
+
+        return missing
+
+
 def prepare(module: ModuleType, patches: Patches) -> None:
     """For `bitsandbytes.functional`: managed memory lies on the host here, as pages that nobody touches."""
     fill = module.fill
@@ -153,7 +163,10 @@ def prepare(module: ModuleType, patches: Patches) -> None:
 
 
 def prepare_cuda(module: ModuleType, patches: Patches) -> None:
-    """For `bitsandbytes.backends.cuda.ops`, which remembers the card of before."""
+    """For `bitsandbytes.backends.cuda.ops`, which remembers the card of before, and calls its kernels.
+
+    Where PyTorch is built for a card, these are there, and end the process without a driver."""
+    patches.set(module, "lib", _NoKernels())
     remembered = getattr(module, "_gpu_dispatch_props", None)
     if remembered is not None:
         remembered.cache_clear()
