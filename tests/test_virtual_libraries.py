@@ -12,6 +12,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ import torch._dynamo  # looks for Triton when it is imported, and must not find 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import gpumem_magic
+from gpumem_magic.patching import Patches
 from gpumem_magic.virtual import gpu
 from gpumem_magic.virtual.engine import kernel_rules as rules
+from gpumem_magic.virtual.libraries.bits import prepare_cuda
 
 MIB = 1 << 20
 NAMES = ("flash_attn", "xformers", "triton")
@@ -455,6 +458,18 @@ def test_layers_with_4_bit_weights(bits: Any) -> None:
     trained = half(8, 4096)
     layer(trained).sum().backward()
     assert trained.grad is not None
+
+
+def test_kernels_of_bitsandbytes_are_not_called_where_they_are_there() -> None:
+    """As in a PyTorch that is built for a card: without a driver they end the process."""
+    kernels = types.SimpleNamespace(cquantize=lambda *args: None)
+    module = types.ModuleType("ops")
+    module.lib = kernels  # type: ignore[attr-defined]
+    with Patches() as patches:
+        prepare_cuda(module, patches)
+        with pytest.raises(RuntimeError, match="cquantize of bitsandbytes does not run on a virtual GPU"):
+            module.lib.cquantize(1)
+    assert module.lib is kernels
 
 
 def test_layers_with_8_bit_weights(bits: Any) -> None:

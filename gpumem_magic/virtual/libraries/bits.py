@@ -166,7 +166,8 @@ def prepare_cuda(module: ModuleType, patches: Patches) -> None:
     """For `bitsandbytes.backends.cuda.ops`, which remembers the card of before, and calls its kernels.
 
     Where PyTorch is built for a card, these are there, and end the process without a driver."""
-    patches.set(module, "lib", _NoKernels())
+    if hasattr(module, "lib"):
+        patches.set(module, "lib", _NoKernels())
     remembered = getattr(module, "_gpu_dispatch_props", None)
     if remembered is not None:
         remembered.cache_clear()
